@@ -1,0 +1,63 @@
+"""What we say out loud. Observers are plain callables; none of them may raise or wait."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from .types import FinishReason, Usage
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixLookedUp:
+    """A prompt was looked up in the prefix index: ``hit_tokens`` of ``num_tokens`` were there."""
+
+    num_tokens: int
+    hit_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class BlocksStored:
+    """``num_tokens`` tokens became findable, for which the index took ``num_blocks`` blocks."""
+
+    num_tokens: int
+    num_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class BlocksEvicted:
+    """The index gave up ``num_blocks`` blocks (``num_tokens`` tokens) to make room."""
+
+    num_tokens: int
+    num_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class Preempted:
+    """A running sequence gave its blocks back and waits again; ``num_tokens`` of it were computed."""
+
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepFinished:
+    """One engine step: rows computed, of which ``decode_rows`` were single-token rows."""
+
+    num_rows: int
+    decode_rows: int
+    duration_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class RequestFinished:
+    """A request ended, in whatever way."""
+
+    finish_reason: FinishReason
+    usage: Usage
+
+
+Event: TypeAlias = (
+    PrefixLookedUp | BlocksStored | BlocksEvicted | Preempted | StepFinished | RequestFinished
+)
+Observer: TypeAlias = Callable[[Event], None]

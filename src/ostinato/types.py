@@ -1,0 +1,208 @@
+"""The frozen values that flow from stage to stage (docs/design: "One way through").
+
+Token arrays are one-dimensional ``numpy.int32``; ranges are half-open.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+TokenArray: TypeAlias = npt.NDArray[np.int32]
+FinishReason: TypeAlias = Literal["stop", "length", "abort", "error"]
+
+# ---------------------------------------------------------------- meaning
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A call the assistant made. ``arguments`` is the JSON text exactly as it was produced."""
+
+    id: str
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One message. ``content`` may be empty; a ``tool`` message names its call by ``tool_call_id``."""
+
+    role: str
+    content: str = ""
+    name: str | None = None
+    tool_calls: tuple[ToolCall, ...] = ()
+    tool_call_id: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """Messages in order, and the tools offered (JSON-schema objects in the OpenAI form)."""
+
+    messages: tuple[Message, ...]
+    tools: tuple[Mapping[str, Any], ...] = ()
+
+
+# ---------------------------------------------------------------- text and tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """A span of the rendered prompt with one origin.
+
+    ``is_marker`` is true for a template's special token, which becomes exactly that token; any other
+    text, whatever it spells, never becomes a special token. ``message_index`` is the message it came
+    from, ``None`` where the template wrote it or its origin is not known.
+    """
+
+    text: str
+    is_marker: bool = False
+    message_index: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Rendered:
+    """A complete prompt as segments: BOS and generation prompt included, nobody adds text afterwards."""
+
+    segments: tuple[Segment, ...]
+
+    @property
+    def text(self) -> str:
+        return "".join(segment.text for segment in self.segments)
+
+
+# ---------------------------------------------------------------- plan
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """``length`` tokens at consecutive slots and consecutive positions."""
+
+    slot: int
+    position: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class SlotCopy:
+    """Copy the KV of ``length`` consecutive slots: the copy in copy-on-write."""
+
+    source: int
+    target: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class SequencePlan:
+    """What one sequence does in one step.
+
+    Its rows are ``tokens`` at ``positions``, whose KV is written to ``slots`` (all of equal length). Every
+    row attends to all of ``past`` and, causally, to the rows of this sequence before and including itself.
+    ``sample`` asks for the logits of the last row.
+    """
+
+    sequence_id: int
+    tokens: TokenArray
+    positions: TokenArray
+    slots: TokenArray
+    past: tuple[Run, ...]
+    sample: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """One step of the engine: first the copies, in order, then all rows of all sequences at once."""
+
+    sequences: tuple[SequencePlan, ...]
+    copies: tuple[SlotCopy, ...] = ()
+
+
+# ---------------------------------------------------------------- generation
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How to choose tokens. ``temperature`` 0 is greedy. Ranges are checked where a request enters.
+
+    ``max_tokens`` ``None``: as many as the model's length allows. ``seed`` ``None``: drawn at random.
+    ``logprobs`` ``None``: none; ``k``: the chosen token's and the ``k`` likeliest, of the model's own
+    distribution (before temperature and penalties). ``repetition_penalty`` is Hugging Face's (prompt and
+    output), presence and frequency penalties are OpenAI's (output only).
+    """
+
+    max_tokens: int | None = None
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """Natural-log probability of one token, and of the likeliest at its place, best first."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Tokens and seconds of one request, summed over its ``n`` choices where they add up.
+
+    ``cached_tokens`` of ``prompt_tokens`` were read from the cache, ``written_tokens`` were newly made
+    findable. ``ttft_s`` is arrival to first token, ``queue_s`` the part of it before the engine began.
+    """
+
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    written_tokens: int = 0
+    completion_tokens: int = 0
+    ttft_s: float = 0.0
+    queue_s: float = 0.0
+    total_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A piece of one choice's answer. The last piece of a choice, and only that, has ``finish_reason``.
+
+    The last piece of the request, and only that, has ``usage``. ``error`` goes with finish reason "error".
+    ``stop_reason`` is the stop string or token id that ended it.
+    """
+
+    choice_index: int
+    text: str
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] = ()
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
+    usage: Usage | None = None
+    error: Exception | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationRequest:
+    """What a door hands to the runtime: a conversation, or a raw prompt as text or as token ids.
+
+    ``salt`` keeps this request's KV apart from everyone else's with another salt. ``num_choices`` is
+    OpenAI's ``n``.
+    """
+
+    prompt: Conversation | str | tuple[int, ...]
+    params: SamplingParams = SamplingParams()
+    num_choices: int = 1
+    salt: str = ""
+    request_id: str = ""
