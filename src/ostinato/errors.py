@@ -11,6 +11,7 @@
     │   │   └── MessageTypeError         a field of the wrong type, or text that is not Unicode
     │   ├── TemplateError                the model's template refuses it   400
     │   ├── PromptTooLongError           more tokens than the model takes  400  (both numbers)
+    │   ├── MalformedRequestError        a body that is not a JSON object  400
     │   ├── ParameterError               a parameter out of its range      400  (has .param)
     │   ├── AuthenticationError          no key, or a wrong one            401
     │   ├── UnknownModelError            no such model here                404
@@ -90,14 +91,19 @@ class PromptTooLongError(ClientError):
         self.max_tokens = max_tokens
 
 
+class MalformedRequestError(ClientError):
+    """The request's body is not JSON, or not a JSON object."""
+
+    code = "invalid_json"
+
+
 class ParameterError(ClientError):
-    """A parameter is out of its range or not supported; ``param`` names it."""
+    """A parameter is out of its range, of the wrong type or not supported; ``param`` names it."""
 
-    code = "invalid_value"
-
-    def __init__(self, message: str, *, param: str) -> None:
+    def __init__(self, message: str, *, param: str, code: str = "invalid_value") -> None:
         super().__init__(message)
         self.param = param
+        self.code = code
 
 
 class AuthenticationError(ClientError):
