@@ -1,0 +1,204 @@
+"""Events to Prometheus. Series are named after vLLM's where they mean the same, with our own prefix.
+
+Nothing of a user's text becomes a label, and every label's values are a fixed few.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, Metric, generate_latest
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
+from prometheus_client.registry import Collector
+
+from .events import (
+    BlocksEvicted,
+    BlocksStored,
+    Event,
+    Preempted,
+    PrefixLookedUp,
+    RequestFinished,
+    StepFinished,
+)
+
+_P: Final = "ostinato:"
+_TTFT_BUCKETS_S: Final = (
+    *(0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
+    *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0),
+)
+_ITL_BUCKETS_S: Final = (
+    *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75),
+    *(1.0, 2.5, 5.0, 10.0),
+)
+_REQUEST_BUCKETS_S: Final = (
+    *(0.001, 0.005, 0.01, 0.05, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0),
+    *(40.0, 60.0, 120.0, 240.0, 480.0, 960.0),
+)
+_STEP_ROW_BUCKETS: Final = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
+
+
+def new_registry() -> CollectorRegistry:
+    """A registry of its own for each server: two in one process do not mix."""
+    return CollectorRegistry(auto_describe=True)
+
+
+def exposition(registry: CollectorRegistry) -> tuple[bytes, str]:
+    """The registry in Prometheus' text format, and its content type."""
+    return generate_latest(_WithoutCreated(registry)), CONTENT_TYPE_PLAIN_0_0_4
+
+
+@dataclass(frozen=True, slots=True)
+class _WithoutCreated(Collector):
+    """Leaves out when each series was made: three lines in ten, of which Prometheus has no use."""
+
+    registry: CollectorRegistry
+
+    def collect(self) -> Iterator[Metric]:
+        for family in self.registry.collect():
+            family.samples = [s for s in family.samples if not s.name.endswith("_created")]
+            yield family
+
+
+class PrometheusObserver:
+    """An observer (:data:`ostinato.events.Observer`) that counts. It neither raises nor waits."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        def counter(name: str, help_text: str, labels: tuple[str, ...] = ()) -> Counter:
+            return Counter(_P + name, help_text, labels, registry=registry)
+
+        def histogram(name: str, help_text: str, buckets: tuple[float, ...]) -> Histogram:
+            return Histogram(_P + name, help_text, buckets=buckets, registry=registry)
+
+        self._queries = counter("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.")
+        self._hits = counter("prefix_cache_hits", "Prompt tokens found in the prefix cache.")
+        self._stored_tokens = counter("prefix_cache_stored_tokens", "Tokens that became findable.")
+        self._stored_blocks = counter("prefix_cache_stored_blocks", "Blocks the index took for them.")
+        self._evicted_tokens = counter("prefix_cache_evicted_tokens", "Tokens given up to make room.")
+        self._evicted_blocks = counter("prefix_cache_evicted_blocks", "Blocks given up to make room.")
+        self._preemptions = counter(
+            "num_preemptions", "Running sequences that had to give their blocks back."
+        )
+        self._prompt = counter("prompt_tokens", "Prompt tokens of requests that ended, cached ones included.")
+        self._generated = counter("generation_tokens", "Tokens generated for requests that ended.")
+        self._finished = counter(
+            "requests_finished", "Requests that ended, in whatever way.", ("finish_reason",)
+        )
+        self._ttft = histogram(
+            "time_to_first_token_seconds", "Arrival to first token, queueing included.", _TTFT_BUCKETS_S
+        )
+        self._queue = histogram(
+            "request_queue_time_seconds", "Arrival to the start of the prefill.", _TTFT_BUCKETS_S
+        )
+        self._tpot = histogram(
+            "request_time_per_output_token_seconds",
+            "A request's mean time per token after its first.",
+            _ITL_BUCKETS_S,
+        )
+        self._total = histogram("e2e_request_latency_seconds", "Arrival to last token.", _REQUEST_BUCKETS_S)
+        self._itl = histogram(
+            "inter_token_latency_seconds",
+            "Duration of a step, once for each sequence that waited for its next token meanwhile.",
+            _ITL_BUCKETS_S,
+        )
+        self._rows = histogram("iteration_tokens", "Rows computed in a step.", _STEP_ROW_BUCKETS)
+
+    def __call__(self, event: Event) -> None:
+        match event:
+            case StepFinished():
+                self._rows.observe(event.num_rows)
+                for _ in range(event.decode_rows):
+                    self._itl.observe(event.duration_s)
+            case PrefixLookedUp():
+                self._queries.inc(event.num_tokens)
+                self._hits.inc(event.hit_tokens)
+            case BlocksStored():
+                self._stored_tokens.inc(event.num_tokens)
+                self._stored_blocks.inc(event.num_blocks)
+            case BlocksEvicted():
+                self._evicted_tokens.inc(event.num_tokens)
+                self._evicted_blocks.inc(event.num_blocks)
+            case Preempted():
+                self._preemptions.inc()
+            case RequestFinished():
+                self._request_finished(event)
+
+    def _request_finished(self, event: RequestFinished) -> None:
+        usage = event.usage
+        self._finished.labels(event.finish_reason).inc()
+        self._prompt.inc(usage.prompt_tokens)
+        self._generated.inc(usage.completion_tokens)
+        if usage.completion_tokens == 0:
+            return  # it never had a first token: its times would be of something else
+        self._ttft.observe(usage.ttft_s)
+        self._queue.observe(usage.queue_s)
+        self._total.observe(usage.total_s)
+        if usage.completion_tokens > 1 and event.finish_reason in ("stop", "length"):
+            self._tpot.observe((usage.total_s - usage.ttft_s) / (usage.completion_tokens - 1))
+
+
+class Load(Protocol):
+    """How busy an engine is at this moment. Blocks are of KV: held by requests, evictable, or free."""
+
+    @property
+    def num_running(self) -> int: ...
+
+    @property
+    def num_waiting(self) -> int: ...
+
+    @property
+    def num_blocks(self) -> int: ...
+
+    @property
+    def num_held_blocks(self) -> int: ...
+
+    @property
+    def num_evictable_blocks(self) -> int: ...
+
+    @property
+    def num_free_blocks(self) -> int: ...
+
+
+@dataclass(frozen=True, slots=True)
+class LoadGauges(Collector):
+    """Gauges that are asked for when someone looks, instead of being kept up to date."""
+
+    load: Callable[[], Load]
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        load = self.load()
+        yield GaugeMetricFamily(_P + "num_requests_running", "Requests in the engine.", load.num_running)
+        yield GaugeMetricFamily(_P + "num_requests_waiting", "Requests that wait.", load.num_waiting)
+        usage = load.num_held_blocks / load.num_blocks if load.num_blocks else 0.0
+        yield GaugeMetricFamily(
+            _P + "kv_cache_usage_perc", "Share of blocks held by requests, 0 to 1.", usage
+        )
+        blocks = GaugeMetricFamily(
+            _P + "kv_blocks", "Blocks of KV by what becomes of them.", labels=["state"]
+        )
+        blocks.add_metric(["held"], load.num_held_blocks)
+        blocks.add_metric(["evictable"], load.num_evictable_blocks)
+        blocks.add_metric(["free"], load.num_free_blocks)
+        yield blocks
+
+
+class HttpMetrics:
+    """What came in over HTTP. ``route`` must be one of a fixed few, never a path as it was sent."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._requests = Counter(
+            _P + "http_requests", "HTTP requests by route and status.", ("route", "status"), registry=registry
+        )
+        self._duration = Histogram(
+            _P + "http_request_duration_seconds",
+            "From a request's head to the end of its answer.",
+            ("route",),
+            buckets=_REQUEST_BUCKETS_S,
+            registry=registry,
+        )
+
+    def observe(self, route: str, status: int, duration_s: float) -> None:
+        self._requests.labels(route, str(status)).inc()
+        self._duration.labels(route).observe(duration_s)

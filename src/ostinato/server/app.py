@@ -1,0 +1,213 @@
+"""The application: routes, and the way of a request from its body to its answer."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from importlib.metadata import version
+from typing import Any, Final
+from uuid import uuid4
+
+import orjson
+from blake3 import blake3
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from ..errors import PromptTooLongError, UnknownModelError
+from ..observe import HttpMetrics, LoadGauges, PrometheusObserver, exposition, new_registry
+from .answering import Answer
+from .backend import Backend
+from .body import read_body
+from .border import Border
+from .chat import ChatRequest, ChatWriter
+from .completions import CompletionRequest, CompletionWriter
+from .fields import MAX_SHOWN_CHARS, decode, validate
+from .settings import ServerSettings
+from .wire import Frame, Json, TokenText, Work
+
+# Rendering and tokenising mostly hold the GIL: more threads would only take turns with the engine's.
+_NUM_PREPARE_THREADS: Final = 2
+
+
+def create_app(backend: Backend, settings: ServerSettings) -> Starlette:
+    """The server's ASGI application. Its observer is added to ``backend.observers``.
+
+    Whoever runs it must run its lifespan; :func:`ostinato.server.serve` does, and adds the defences that a
+    bare ASGI server lacks (slow heads, malformed HTTP, connection limits).
+    """
+    registry = new_registry()
+    registry.register(LoadGauges(backend.health))
+    backend.observers.append(PrometheusObserver(registry))
+    doors = _Doors(backend, settings, registry)
+    metrics = HttpMetrics(registry)
+    middleware = [Middleware(Border, api_keys=settings.api_keys, metrics=metrics)]
+    if settings.cors_origins:
+        middleware.insert(0, _cors(settings))
+    app = Starlette(
+        routes=doors.routes(),
+        middleware=middleware,
+        # Back to the border, which alone shapes errors; Starlette's own handler would write plain text.
+        exception_handlers={HTTPException: _reraise},
+        lifespan=doors.lifespan,
+    )
+    app.router.redirect_slashes = False
+    app.state.backend = backend  # whoever runs the app drains it
+    return app
+
+
+def _cors(settings: ServerSettings) -> Middleware:
+    return Middleware(
+        CORSMiddleware,
+        allow_origins=settings.cors_origins,
+        allow_methods=["GET", "POST"],
+        allow_headers=["authorization", "content-type", "x-request-id"],
+        expose_headers=["x-request-id", "retry-after"],
+    )
+
+
+async def _reraise(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    if error.status_code in (404, 405):
+        shown = request.url.path[:MAX_SHOWN_CHARS]
+        error.detail = f"{error.detail}: {request.method} {shown}"
+    raise error
+
+
+class _Doors:
+    """The endpoints, and what they share."""
+
+    def __init__(self, backend: Backend, settings: ServerSettings, registry: Any) -> None:
+        self._backend = backend
+        self._settings = settings
+        self._registry = registry
+        self._tokens = TokenText(backend.tokenizer)
+        self._threads = ThreadPoolExecutor(_NUM_PREPARE_THREADS, thread_name_prefix="ostinato-prepare")
+        identity = f"{version('ostinato')}/{backend.model_name}/{backend.tokenizer.identity}"
+        self._fingerprint = f"fp_{blake3(identity.encode()).hexdigest(length=6)}"
+
+    def routes(self) -> list[Route]:
+        return [
+            Route("/v1/chat/completions", self.chat, methods=["POST"]),
+            Route("/v1/completions", self.completions, methods=["POST"]),
+            Route("/v1/models", self.models),
+            Route("/v1/models/{id:path}", self.model),
+            Route("/health", self.health),
+            Route("/metrics", self.metrics),
+        ]
+
+    @asynccontextmanager
+    async def lifespan(self, _app: Starlette) -> AsyncIterator[None]:
+        yield
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    async def chat(self, request: Request) -> Response:
+        return await self._answer(request, self._chat_work, too_long_param="messages")
+
+    async def completions(self, request: Request) -> Response:
+        return await self._answer(request, self._completion_work, too_long_param="prompt")
+
+    async def models(self, _request: Request) -> Response:
+        return _json({"object": "list", "data": [self._model_card()]})
+
+    async def model(self, request: Request) -> Response:
+        name = request.path_params["id"]
+        if name != self._backend.model_name:
+            raise UnknownModelError(f"The model '{name[:MAX_SHOWN_CHARS]}' does not exist.")
+        return _json(self._model_card())
+
+    async def health(self, _request: Request) -> Response:
+        health = self._backend.health()
+        body = {
+            "status": "ok" if health.ok else "unavailable",
+            "detail": health.detail,
+            "model": self._backend.model_name,
+            "num_running": health.num_running,
+            "num_waiting": health.num_waiting,
+        }
+        return _json(body, status=200 if health.ok else 503)
+
+    async def metrics(self, _request: Request) -> Response:
+        body, content_type = exposition(self._registry)
+        return Response(body, headers={"content-type": content_type})
+
+    async def _answer(
+        self, request: Request, work_of: Callable[[bytes, str], Work], *, too_long_param: str
+    ) -> Response:
+        body = await read_body(request.headers, request.receive, self._settings)
+        tenant = request.state.tenant
+        key_salt = tenant.salt if tenant is not None else ""
+
+        def prepare() -> tuple[Work, list[Any]]:
+            work = work_of(body, key_salt)
+            return work, [self._backend.prepare(generation) for generation in work.requests]
+
+        try:
+            loop = asyncio.get_running_loop()
+            work, prepared = await loop.run_in_executor(self._threads, prepare)
+        except PromptTooLongError as error:
+            error.param = too_long_param
+            raise
+        return Answer(self._backend, work, prepared, heartbeat_s=self._settings.heartbeat_s)
+
+    def _chat_work(self, body: bytes, key_salt: str) -> Work:
+        fields = validate(ChatRequest, decode(body))
+        fields.check(**self._limits())
+        frame = self._frame("chatcmpl")
+        generation = fields.generation(request_id=frame.id, key_salt=key_salt)
+        writer = ChatWriter(
+            frame, self._tokens, logprobs=bool(fields.logprobs), include_usage=fields.include_usage
+        )
+        return Work((generation,), writer, bool(fields.stream), fields.include_usage)
+
+    def _completion_work(self, body: bytes, key_salt: str) -> Work:
+        fields = validate(CompletionRequest, decode(body))
+        fields.check(**self._limits())
+        frame = self._frame("cmpl")
+        generations = fields.generations(request_id=frame.id, key_salt=key_salt)
+        writer = CompletionWriter(
+            frame,
+            self._tokens,
+            num_choices=fields.num_choices,
+            logprobs=fields.logprobs,
+            # Read only once an answer is there: by then the runtime has checked the token ids.
+            echo=lambda index: self._text(fields.prompts[index]) if fields.echo else "",
+            include_usage=fields.include_usage,
+        )
+        return Work(generations, writer, bool(fields.stream), fields.include_usage)
+
+    def _limits(self) -> dict[str, Any]:
+        return {
+            "model_name": self._backend.model_name,
+            "max_choices": self._settings.max_choices,
+            "max_model_len": self._backend.max_model_len,
+        }
+
+    def _text(self, prompt: str | tuple[int, ...]) -> str:
+        if isinstance(prompt, str):
+            return prompt
+        return self._backend.tokenizer.decode(prompt, skip_special_tokens=False)
+
+    def _frame(self, prefix: str) -> Frame:
+        model = self._backend.model_name
+        return Frame(f"{prefix}-{uuid4().hex}", int(time.time()), model, self._fingerprint)
+
+    def _model_card(self) -> Json:
+        return {
+            "id": self._backend.model_name,
+            "object": "model",
+            "created": self._backend.created_s,
+            "owned_by": "ostinato",
+            "max_model_len": self._backend.max_model_len,
+        }
+
+
+def _json(content: Json, status: int = 200) -> Response:
+    return Response(orjson.dumps(content), status, media_type="application/json")

@@ -1,0 +1,119 @@
+"""What /metrics says: read back with Prometheus' own parser."""
+
+from __future__ import annotations
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from ostinato.events import (
+    BlocksEvicted,
+    BlocksStored,
+    Preempted,
+    PrefixLookedUp,
+    RequestFinished,
+    StepFinished,
+)
+from ostinato.observe import PrometheusObserver, exposition, new_registry
+from ostinato.types import Usage
+from server.conftest import Running, Start
+from server.wire import chat_body
+
+CHAT = "/v1/chat/completions"
+
+
+def samples(text: str) -> dict[str, float]:
+    """Every sample by name and labels, as written: ``name{label=value}``."""
+    found: dict[str, float] = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            labels = ",".join(f"{key}={value}" for key, value in sorted(sample.labels.items()))
+            name = f"{sample.name}{{{labels}}}" if labels else sample.name
+            assert name not in found
+            found[name.removeprefix("ostinato:")] = sample.value
+    return found
+
+
+def scrape(running: Running) -> dict[str, float]:
+    reply = running.get("/metrics", accept="application/openmetrics-text; version=nonsense")
+    assert reply.status == 200
+    assert reply.headers["content-type"].startswith("text/plain; version=0.0.4")
+    return samples(reply.body.decode())
+
+
+def test_events_become_series() -> None:
+    registry = new_registry()
+    observer = PrometheusObserver(registry)
+    for event in (
+        PrefixLookedUp(100, 60),
+        PrefixLookedUp(10, 0),
+        BlocksStored(40, 3),
+        BlocksEvicted(32, 2),
+        Preempted(7),
+        StepFinished(70, 3, 0.02),
+        RequestFinished("stop", Usage(100, 60, 40, 11, ttft_s=0.3, queue_s=0.1, total_s=1.3)),
+        RequestFinished("abort", Usage(10, 0, 0, 0)),
+        RequestFinished("error", Usage(10, 0, 0, 0)),
+    ):
+        observer(event)
+    text, _ = exposition(registry)
+    found = samples(text.decode())
+    assert found["prefix_cache_queries_total"] == 110
+    assert found["prefix_cache_hits_total"] == 60
+    assert found["prefix_cache_stored_tokens_total"] == 40
+    assert found["prefix_cache_evicted_blocks_total"] == 2
+    assert found["num_preemptions_total"] == 1
+    assert found["prompt_tokens_total"] == 120
+    assert found["generation_tokens_total"] == 11
+    assert found["requests_finished_total{finish_reason=stop}"] == 1
+    assert found["requests_finished_total{finish_reason=abort}"] == 1
+    assert found["inter_token_latency_seconds_count"] == 3
+    assert found["time_to_first_token_seconds_count"] == 1, "a request without a token has no time to it"
+    assert found["time_to_first_token_seconds_sum"] == 0.3
+    assert found["request_queue_time_seconds_sum"] == 0.1
+    assert abs(found["request_time_per_output_token_seconds_sum"] - 0.1) < 1e-9
+    assert found["iteration_tokens_sum"] == 70
+    assert "_created" not in text.decode()
+
+
+def test_what_happened_on_the_server_is_counted(start: Start) -> None:
+    running = start()
+    for _ in range(2):
+        assert running.post(CHAT, chat_body("metrics")).status == 200
+    assert running.post(CHAT, chat_body("metrics", stream=True)).status == 200
+    assert running.post(CHAT, b"{").status == 400
+    assert running.post(CHAT, chat_body("!fail-late", stream=True)).status == 200
+    assert running.get("/v1/models/nobody").status == 404
+    running.engine.wait_idle(2)
+    found = scrape(running)
+    assert found["http_requests_total{route=/v1/chat/completions,status=200}"] == 3
+    assert found["http_requests_total{route=/v1/chat/completions,status=400}"] == 1
+    assert found["http_requests_total{route=/v1/chat/completions,status=500}"] == 1
+    assert found["http_requests_total{route=/v1/models/{id},status=404}"] == 1
+    assert found["http_request_duration_seconds_count{route=/v1/chat/completions}"] == 5
+    assert found["prompt_tokens_total"] == 3 * 8 + 11
+    assert found["prefix_cache_hits_total"] == 2 * 7 + 1
+    assert found["requests_finished_total{finish_reason=stop}"] == 3
+    assert found["requests_finished_total{finish_reason=error}"] == 1
+    assert found["num_requests_running"] == 0
+    assert found["kv_blocks{state=evictable}"] == 25
+    assert found["kv_cache_usage_perc"] == 0
+
+
+def test_paths_and_text_do_not_become_labels(start: Start) -> None:
+    running = start()
+    before = None
+    for index in range(20):
+        running.get(f"/secret-path-{index}")
+        running.get(f"/v1/models/secret-model-{index}")
+        running.post(CHAT, chat_body(f"secret text {index}"), x_request_id=f"secret-id-{index}")
+        found = scrape(running)
+        if index:  # the first scrape is in the second
+            assert before is None or found.keys() == before.keys()
+            before = found
+    assert "secret" not in running.get("/metrics").body.decode()
+
+
+def test_two_servers_in_one_process_count_apart(start: Start) -> None:
+    one, two = start(), start()
+    assert one.post(CHAT, chat_body("x")).status == 200
+    assert scrape(one)["prompt_tokens_total"] == 2
+    assert scrape(two)["prompt_tokens_total"] == 0
