@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from datetime import datetime
 from typing import Protocol
 
 from .types import Rendered, TokenArray
@@ -29,6 +30,21 @@ class SystemClock:
         return time.perf_counter()
 
 
+def local_strftime(now_s: float, format_text: str) -> str:
+    """The moment ``now_s`` (seconds since the Unix epoch) in local time, as chat templates print it."""
+    return datetime.fromtimestamp(now_s).strftime(format_text)
+
+
+class TextStream(Protocol):
+    """Ids that arrive one by one, to text."""
+
+    def push(self, token_id: int) -> str:
+        """One more token: the text that no later token can change."""
+
+    def finish(self) -> str:
+        """No more tokens: the rest of the text."""
+
+
 class Tokenizer(Protocol):
     """Text to token ids and back, for one model."""
 
@@ -46,6 +62,9 @@ class Tokenizer(Protocol):
     def encode(self, text: str) -> TokenArray:
         """Plain text to ids. Nothing is added, and no text ever becomes a special token."""
 
+    def encode_prompt(self, text: str) -> TokenArray:
+        """The same with what the tokenizer itself puts around a prompt (BOS, where it does so)."""
+
     def encode_rendered(self, rendered: Rendered) -> TokenArray:
         """A rendered prompt to ids: its markers become exactly their tokens, all else is plain text."""
 
@@ -53,3 +72,6 @@ class Tokenizer(Protocol):
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes this one token stands for (for ``logprobs``); may be part of a character."""
+
+    def text_stream(self) -> TextStream:
+        """A fresh stream; all it gives adds up to ``decode`` of all its ids, special tokens skipped."""

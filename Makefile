@@ -1,0 +1,62 @@
+# Everything a developer or a first user types. `make help` lists it.
+VENV ?= .venv
+PYTHON ?= python3
+BIN := $(VENV)/bin
+export PIP_DISABLE_PIP_VERSION_CHECK = 1
+export PYTHONWARNINGS ?= default
+
+.PHONY: help setup run demo test check format docs bench bench-prefix bench-serve lock clean
+
+help:  ## Show this
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  %-14s %s\n", $$1, $$2}'
+
+setup: $(VENV)/.ready  ## Make the virtual environment with everything pinned in requirements.lock
+
+$(VENV)/.ready: requirements.lock pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --progress-bar off -r requirements.lock
+	$(BIN)/python -m pip install --quiet --no-deps -e .
+	@touch $@
+
+run: setup  ## Fetch the default model (once), serve it, print the address; Ctrl-C stops
+	$(BIN)/ostinato serve
+
+demo: setup  ## Hold a three-turn conversation through the openai client and show what was reused
+	$(BIN)/python examples/demo.py
+
+test: setup  ## Run all tests
+	$(BIN)/python -m pytest -n auto --dist loadfile -q
+
+check: setup  ## Format, lint, import rules, types, docs, tests: what CI runs
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/lint-imports --no-cache
+	$(BIN)/mypy
+	$(BIN)/python -m cogapp --check -P README.md docs/*.md
+	$(MAKE) docs
+	$(MAKE) test
+
+format: setup  ## Format and mend what can be mended
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+	$(BIN)/python -m cogapp -r -P README.md docs/*.md
+
+docs: setup  ## Build the documentation into site/
+	$(BIN)/mkdocs build --strict --quiet
+
+bench: bench-prefix bench-serve  ## Run all benchmarks; results go to benchmarks/results
+
+bench-prefix: setup  ## Prefix reuse against plain transformers
+	$(BIN)/python benchmarks/prefix.py
+
+bench-serve: setup  ## What the server adds to the engine
+	$(BIN)/python benchmarks/serve.py
+
+lock:  ## Renew requirements.lock from pyproject.toml
+	rm -rf build/lock && $(PYTHON) -m venv build/lock
+	build/lock/bin/python -m pip install --quiet 'torch==2.13.0' -e '.[dev,docs]'
+	(echo '# Made by `make lock`. The exact environment of `make setup` and of CI.'; \
+	 build/lock/bin/python -m pip freeze --exclude-editable | sed 's/+cpu//') > requirements.lock
+
+clean:  ## Remove what was built (not the model store)
+	rm -rf $(VENV) build dist site .mypy_cache .ruff_cache .pytest_cache .hypothesis

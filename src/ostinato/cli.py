@@ -1,0 +1,204 @@
+"""The command line: ``ostinato serve``, ``ostinato chat``, ``ostinato model …``."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+from . import __version__
+from .config import Settings, parse_size
+from .errors import ClientError, OstinatoError
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+class Size(click.ParamType):
+    """A size in bytes with an optional unit."""
+
+    name = "size"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        if isinstance(value, int):
+            return value
+        try:
+            return parse_size(value)
+        except ValueError:
+            self.fail(f"{value!r} is not a size; write for example 512M or 2GiB", param, ctx)
+
+
+def engine_options(command: F) -> F:
+    """Options of every command that loads a model; their defaults are those of Settings."""
+    for option in reversed(
+        [
+            click.option("--store", type=click.Path(path_type=Path, file_okay=False), help="Model store."),
+            click.option("--kv-cache", type=Size(), help="KV capacity, e.g. 2GiB."),
+            click.option("--block-size", type=int, help="Tokens in a block."),
+            click.option("--max-model-len", type=int, help="Longest sequence in tokens."),
+            click.option("--max-batch-tokens", type=int, help="Rows of one engine step at most."),
+            click.option("--max-sequences", type=int, help="Sequences that run at once."),
+            click.option("--dtype", type=click.Choice(["auto", "float32", "bfloat16", "float16"])),
+            click.option("--device", help="Where torch computes: cpu, cuda, …"),
+            click.option("--template", help="auto, chatml, …, or a file with a Jinja template."),
+            click.option("--offline", is_flag=True, default=None, help="Never ask the network for a model."),
+        ]
+    ):
+        command = option(command)
+    return command
+
+
+class Group(click.Group):
+    """Shows our own errors as one line that says what to do, and exits with 1."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except OstinatoError as error:
+            click.secho(f"Error: {error}", fg="red", err=True)
+            ctx.exit(2 if isinstance(error, ClientError) else 1)
+
+
+@click.group(cls=Group, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.version_option(__version__, prog_name="ostinato")
+@click.option("-v", "--verbose", is_flag=True, help="Say more of what is going on.")
+def main(verbose: bool) -> None:
+    """Makes the repeated part of LLM prompts cheap and fast, and never wrong.
+
+    Every option can also be set in the environment, as OSTINATO_<OPTION>.
+    """
+    logging.basicConfig(
+        level=logging.DEBUG if verbose else logging.WARNING, format="%(levelname)s %(name)s: %(message)s"
+    )
+
+
+def _settings(model: str | None, **options: Any) -> Settings:
+    return Settings.from_environment(os.environ, model=model, **options)
+
+
+@main.command()
+@click.argument("model", required=False)
+@engine_options
+@click.option("--host", help="Address to listen on.")
+@click.option("--port", type=int, help="Port to listen on; 0 takes a free one.")
+@click.option("--api-keys", help="Comma-separated keys; each keeps its KV apart. Better: OSTINATO_API_KEYS.")
+@click.option("--drain-timeout", type=float, help="Seconds for running requests at shutdown.")
+def serve(model: str | None, **options: Any) -> None:
+    """Serve MODEL with the OpenAI API (alias, Hugging Face id, folder or .gguf)."""
+    from .library import build_runtime
+    from .models.progress import RichProgress
+    from .ports import SystemClock
+    from .server.app import create_app
+    from .server.run import serve as run_server
+    from .server.settings import server_settings
+
+    settings = _settings(model, **options)
+    click.echo(f"Loading {settings.model} …")
+    runtime = build_runtime(settings, SystemClock(), RichProgress())
+    if runtime.info.reuse_reason:
+        click.secho(f"No KV reuse: {runtime.info.reuse_reason}.", fg="yellow")
+
+    def ready(url: str) -> None:
+        click.echo(_welcome(url, runtime.model_name, runtime.health().num_blocks, settings))
+
+    wire = server_settings(
+        host=settings.host,
+        port=settings.port,
+        api_keys=settings.api_keys,
+        drain_timeout_s=settings.drain_timeout,
+    )
+    try:
+        run_server(create_app(runtime, wire), wire, ready)
+    finally:
+        runtime.close()
+
+
+def _welcome(url: str, model: str, num_blocks: int, settings: Settings) -> str:
+    return f"""
+Serving {model} at {url} (room for {num_blocks * settings.block_size:,} tokens of KV)
+
+    from openai import OpenAI
+
+    client = OpenAI(base_url="{url}/v1", api_key="{"…" if settings.api_keys else "none"}")
+    reply = client.chat.completions.create(
+        model="{model}",
+        messages=[{{"role": "user", "content": "What is an ostinato?"}}],
+    )
+    print(reply.choices[0].message.content, reply.usage)
+
+Ctrl-C stops it."""
+
+
+@main.command()
+@click.argument("model", required=False)
+@engine_options
+@click.option("--system", help="System text to begin with.")
+@click.option("--temperature", type=float, default=0.7, show_default=True)
+@click.option("--max-tokens", type=int, help="Longest answer in tokens.")
+@click.option("--seed", type=int, help="Makes the answers repeatable.")
+def chat(
+    model: str | None,
+    system: str | None,
+    temperature: float,
+    max_tokens: int | None,
+    seed: int | None,
+    **options: Any,
+) -> None:
+    """Talk to MODEL in the terminal; each turn shows what was reused."""
+    from .library import Engine, build_runtime
+    from .models.progress import RichProgress
+    from .ports import SystemClock
+    from .terminal import converse
+
+    settings = _settings(model, **options)
+    click.secho(f"Loading {settings.model} …", dim=True)
+    with Engine(build_runtime(settings, SystemClock(), RichProgress())) as engine:
+        converse(
+            engine,
+            system=system,
+            params={"temperature": temperature, "max_tokens": max_tokens, "seed": seed},
+        )
+
+
+@main.group()
+def model() -> None:
+    """Fetch models and look after the store."""
+
+
+@model.command("fetch")
+@click.argument("name", required=False)
+@click.option("--store", type=click.Path(path_type=Path, file_okay=False), help="Model store.")
+@click.option("--offline", is_flag=True, default=None, help="Never ask the network.")
+@click.option("--revision", help="Branch, tag or commit on the hub.")
+@click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
+def model_fetch(name: str | None, revision: str | None, as_json: bool, **options: Any) -> None:
+    """Bring NAME (alias, Hugging Face id, folder or .gguf) here, ready to load."""
+    from .models.fetch import fetch
+    from .models.progress import RichProgress
+    from .models.store import ModelStore
+
+    settings = _settings(name, **options)
+    assert settings.store is not None
+    local = fetch(
+        settings.model,
+        ModelStore(settings.store),
+        progress=None if as_json else RichProgress(),
+        offline=settings.offline,
+        token=settings.hf_token,
+        revision=revision,
+    )
+    if as_json:
+        record = {"name": local.name, "path": str(local.path), "digest": local.weights_digest}
+        click.echo(json.dumps(record | {"source": local.source}))
+    else:
+        click.echo(f"{local.name} is ready in {local.path} ({local.source})")
+
+
+def run() -> None:
+    """Entry point for ``python -m ostinato``."""
+    sys.exit(main())

@@ -1,0 +1,127 @@
+"""Settings, and the only place that reads the environment.
+
+Every setting has a default, an environment variable ``OSTINATO_<NAME>`` and, on the command line, an
+option; the command line wins over the environment, the environment over the default.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Self
+
+from .errors import ParameterError
+
+DEFAULT_MODEL = "smollm2-135m"
+PREFIX = "OSTINATO_"
+_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What can be set, with the defaults of a first start.
+
+    Attributes:
+        model: alias, Hugging Face id, folder or ``.gguf`` file.
+        store: folder that keeps fetched models; ``None``: ``$XDG_CACHE_HOME/ostinato/models``.
+        kv_cache: KV capacity in bytes; memory is touched only as it fills.
+        block_size: tokens in a block.
+        max_model_len: longest sequence in tokens; ``None``: the model's own.
+        max_batch_tokens: rows of one engine step at most; a long prompt is computed in chunks of this.
+        max_sequences: sequences that run at once; more wait.
+        dtype: ``auto`` (float32 on CPU, the model's own elsewhere), ``float32``, ``bfloat16``, ``float16``.
+        device: where torch computes.
+        template: ``auto`` (the model's own), a named template, or a file with a Jinja template.
+        offline: never ask the network for a model.
+        hf_token: token for gated models on the hub.
+        host, port: where the server listens.
+        api_keys: comma-separated keys; each has its own salt, so that holders share no KV. Empty: open.
+        drain_timeout: seconds that running requests get at shutdown.
+    """
+
+    model: str = DEFAULT_MODEL
+    store: Path | None = None
+    kv_cache: int = 2 << 30
+    block_size: int = 16
+    max_model_len: int | None = None
+    max_batch_tokens: int = 512
+    max_sequences: int = 64
+    dtype: str = "auto"
+    device: str = "cpu"
+    template: str = "auto"
+    offline: bool = False
+    hf_token: str | None = None
+    host: str = "127.0.0.1"
+    port: int = 8000
+    api_keys: str = ""
+    drain_timeout: float = 30.0
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str], **overrides: Any) -> Self:
+        """Defaults, then the environment, then ``overrides`` that are not ``None``.
+
+        Raises:
+            ParameterError: a value cannot be read; it names the variable.
+        """
+        values: dict[str, Any] = {}
+        for item in fields(cls):
+            text = environment.get(PREFIX + item.name.upper())
+            if text is not None:
+                values[item.name] = _read(item.name, text)
+        if "hf_token" not in values and environment.get("HF_TOKEN"):
+            values["hf_token"] = environment["HF_TOKEN"]
+        if environment.get("HF_HUB_OFFLINE", "").lower() in {"1", "true", "yes", "on"}:
+            values.setdefault("offline", True)
+        values |= {name: value for name, value in overrides.items() if value is not None}
+        if values.get("store") is None:
+            values["store"] = _cache_home(environment) / "ostinato" / "models"
+        settings = cls(**values)
+        settings._check()
+        return settings
+
+    def _check(self) -> None:
+        for name in ("kv_cache", "block_size", "max_batch_tokens", "max_sequences"):
+            if getattr(self, name) < 1:
+                raise ParameterError(f"{name} must be at least 1", param=name)
+        if not 0 <= self.port <= 65535:
+            raise ParameterError("port must be between 0 and 65535", param="port")
+
+
+def parse_size(text: str) -> int:
+    """Bytes from ``"512M"``, ``"2GiB"``, ``"1073741824"`` (units are powers of 1024).
+
+    Raises:
+        ValueError: not a size.
+    """
+    number = text.strip().upper().removesuffix("B").removesuffix("I")
+    unit = number[-1:] if number[-1:] in _UNITS else ""
+    return int(float(number.removesuffix(unit)) * _UNITS[unit])
+
+
+def _read(name: str, text: str) -> Any:
+    kind = Settings.__dataclass_fields__[name].type
+    try:
+        if name == "kv_cache":
+            return parse_size(text)
+        if name == "store":
+            return Path(text).expanduser()
+        if kind == "bool":
+            return {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False, "": False}[
+                text.strip().lower()
+            ]
+        if kind in ("int", "int | None"):
+            return int(text)
+        if kind == "float":
+            return float(text)
+    except (ValueError, KeyError) as error:
+        raise ParameterError(
+            f"{PREFIX}{name.upper()} is {text!r}, which is not a {kind}", param=name
+        ) from error
+    return text
+
+
+def _cache_home(environment: Mapping[str, str]) -> Path:
+    home = environment.get("XDG_CACHE_HOME", "")
+    # The specification: relative paths are invalid and to be ignored.
+    return Path(home) if home.startswith("/") else Path("~/.cache").expanduser()

@@ -1,0 +1,233 @@
+"""Attention over runs of slots, where they lie.
+
+A sequence's past is a few runs of consecutive slots (:class:`~ostinato.types.Run`); each run is a view of
+the arena. Attention over a run gives an output and the log-sum-exp of its scores; runs, and the step's own
+rows, merge exactly from those. So a shared prefix is read in place and never copied.
+
+Grouped queries are not expanded: the queries of one key head are stacked as rows, which reads its keys once
+(under a mask the fused CPU kernel takes fewer key heads than query heads as they are).
+
+Sliding windows: where the window covers everything it is ordinary attention; for one row the runs are cut;
+for several rows the last ``window`` keys (never more) are gathered and masked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..kv.arena import Arena
+from ..types import Run
+
+_flash_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+
+# A pool in disorder gives a sequence many short runs. The longest are read where they lie; the rest are
+# cheaper to gather once than to attend one by one.
+MAX_VIEWS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """One sequence's part of a step: rows ``[start, end)``, first at ``position``.
+
+    ``past`` are the runs before this step, in order of position. ``own`` are the runs where this step's
+    rows go; a single row is read back from there together with the past, as one run where they meet.
+    """
+
+    start: int
+    end: int
+    position: int
+    past: tuple[Run, ...]
+    attended: tuple[Run, ...]
+
+
+@dataclass(slots=True)
+class Step:
+    """What the attention function needs to know of the running step; the same for all layers."""
+
+    rows: tuple[Rows, ...]
+    slots: Tensor  # int64 [T]: where each row's KV is written
+
+
+@dataclass(frozen=True, slots=True)
+class LayerRule:
+    """How one layer attends; read from the model's own call when it is loaded."""
+
+    scaling: float
+    window: int | None = None
+    softcap: float | None = None
+
+
+def attend(
+    query: Tensor, key: Tensor, value: Tensor, rule: LayerRule, *, causal: bool, mask: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Attention of one group of rows over one stretch of keys.
+
+    Args:
+        query: ``[1, heads, rows, key_dim]``.
+        key: ``[1, kv_heads, keys, key_dim]``, value: ``[1, kv_heads, keys, value_dim]``.
+        causal: row ``i`` sees keys up to ``i`` (then rows equals keys).
+        mask: additive float ``[rows, keys]``; every row sees at least one key.
+
+    Returns:
+        output ``[1, heads, rows, value_dim]`` and log-sum-exp of the scores ``[1, heads, rows]``, float32.
+    """
+    heads, rows = query.shape[1], query.shape[2]
+    kv_heads = key.shape[1]
+    if query.device.type != "cpu" or rule.softcap is not None or key.shape[3] != value.shape[3]:
+        return _attend_plain(query, key, value, rule, causal=causal, mask=mask)
+    causal = causal and rows > 1
+    if kv_heads != heads and not causal and mask is None:
+        # The kernel would read each key head once per query head; stacked, it reads it once, and more rows
+        # at a time make better products.
+        stacked = query.reshape(1, kv_heads, heads // kv_heads * rows, query.shape[3])
+        output, lse = _flash_cpu(stacked, key, value, 0.0, False, scale=rule.scaling)
+        return output.reshape(1, heads, rows, -1), lse.reshape(1, heads, rows)
+    output, lse = _flash_cpu(query, key, value, 0.0, causal, attn_mask=mask, scale=rule.scaling)
+    return output, lse
+
+
+def _attend_plain(
+    query: Tensor, key: Tensor, value: Tensor, rule: LayerRule, *, causal: bool, mask: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """The same in plain operations: for devices and layers the fused kernel does not serve."""
+    heads, rows = query.shape[1], query.shape[2]
+    kv_heads = key.shape[1]
+    grouped = query.reshape(1, kv_heads, heads // kv_heads, rows, query.shape[3])
+    scores = torch.matmul(grouped, key.unsqueeze(2).transpose(-1, -2)).float() * rule.scaling
+    if rule.softcap is not None:
+        scores = torch.tanh(scores / rule.softcap) * rule.softcap
+    if causal and rows > 1:
+        hidden = torch.ones(rows, key.shape[2], dtype=torch.bool, device=query.device).triu(1)
+        scores = scores.masked_fill(hidden, float("-inf"))
+    if mask is not None:
+        scores = scores + mask
+    lse = torch.logsumexp(scores, dim=-1)
+    weights = torch.exp(scores - lse.unsqueeze(-1)).to(value.dtype)
+    output = torch.matmul(weights, value.unsqueeze(2))
+    return output.reshape(1, heads, rows, -1), lse.reshape(1, heads, rows)
+
+
+def merge(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """Join attention over disjoint sets of keys, exactly, from their outputs and log-sum-exps."""
+    if len(parts) == 1:
+        return parts[0]
+    lses = torch.stack([lse for _, lse in parts])
+    lse = torch.logsumexp(lses, dim=0)
+    weights = torch.exp(lses - lse).unsqueeze(-1)
+    output = parts[0][0] * weights[0]
+    for (part, _), weight in zip(parts[1:], weights[1:], strict=True):
+        output += part * weight
+    return output.to(parts[0][0].dtype), lse
+
+
+def attend_rows(
+    rows: Rows, query: Tensor, key: Tensor, value: Tensor, keys: Tensor, values: Tensor, rule: LayerRule
+) -> tuple[Tensor, Tensor]:
+    """One sequence's rows over its past and themselves.
+
+    Args:
+        query, key, value: this sequence's rows, ``[1, heads, rows, dim]``, keys already rotated.
+        keys, values: the layer's arena tensors, in which this step's KV is already written.
+    """
+    num_rows = rows.end - rows.start
+    window = rule.window
+    if window is not None and rows.position + num_rows <= window:
+        window = None
+    if num_rows == 1:
+        attended = rows.attended if window is None else _last(rows.attended, rows.position + 1 - window)
+        return merge([attend(query, k, v, rule, causal=False) for k, v in _stretches(attended, keys, values)])
+    if window is None:
+        parts = [attend(query, k, v, rule, causal=False) for k, v in _stretches(rows.past, keys, values)]
+        parts.append(attend(query, key, value, rule, causal=True))
+        return merge(parts)
+    return _attend_window(rows, query, key, value, keys, values, rule, window)
+
+
+def _attend_window(
+    rows: Rows,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    rule: LayerRule,
+    window: int,
+) -> tuple[Tensor, Tensor]:
+    past = _last(rows.past, rows.position + 1 - window)
+    views = [_view(keys, values, run) for run in past]
+    all_keys = torch.cat([view[0] for view in views] + [key], dim=2)
+    all_values = torch.cat([view[1] for view in views] + [value], dim=2)
+    device = query.device
+    row_positions = torch.arange(rows.position, rows.position + rows.end - rows.start, device=device)
+    key_positions = torch.cat(
+        [torch.arange(run.position, run.position + run.length, device=device) for run in past]
+        + [row_positions]
+    )
+    distance = row_positions.unsqueeze(1) - key_positions.unsqueeze(0)
+    mask = torch.zeros(distance.shape, dtype=query.dtype, device=device)
+    mask.masked_fill_((distance < 0) | (distance >= window), float("-inf"))
+    return attend(query, all_keys, all_values, rule, causal=False, mask=mask)
+
+
+def _view(keys: Tensor, values: Tensor, run: Run) -> tuple[Tensor, Tensor]:
+    slots = slice(run.slot, run.slot + run.length)
+    return keys[:, slots].unsqueeze(0), values[:, slots].unsqueeze(0)
+
+
+def _stretches(runs: Sequence[Run], keys: Tensor, values: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """Keys and values of ``runs``: views, and one gathered piece where there are too many."""
+    if len(runs) <= MAX_VIEWS:
+        return [_view(keys, values, run) for run in runs]
+    by_length = sorted(runs, key=lambda run: run.length, reverse=True)
+    stretches = [_view(keys, values, run) for run in by_length[: MAX_VIEWS - 1]]
+    rest = [_view(keys, values, run) for run in by_length[MAX_VIEWS - 1 :]]
+    stretches.append((torch.cat([k for k, _ in rest], dim=2), torch.cat([v for _, v in rest], dim=2)))
+    return stretches
+
+
+def _last(runs: tuple[Run, ...], position: int) -> list[Run]:
+    """The parts of ``runs`` at ``position`` and after."""
+    kept = []
+    for run in runs:
+        cut = max(0, position - run.position)
+        if cut < run.length:
+            kept.append(Run(run.slot + cut, run.position + cut, run.length - cut))
+    return kept
+
+
+def attend_step(
+    step: Step,
+    arena: Arena,
+    layer: int,
+    rule: LayerRule,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Write this step's KV of one layer, then attend, sequence by sequence.
+
+    Args:
+        query: ``[1, heads, T, key_dim]``; key and value ``[1, kv_heads, T, dim]``.
+        sinks: per-head logits that take part in the softmax without a value (GPT-OSS), ``[heads]``.
+
+    Returns:
+        ``[1, T, heads, value_dim]``.
+    """
+    keys, values = arena.keys[layer], arena.values[layer]
+    keys.index_copy_(1, step.slots, key[0])
+    values.index_copy_(1, step.slots, value[0])
+    outputs = []
+    for rows in step.rows:
+        part = slice(rows.start, rows.end)
+        output, lse = attend_rows(
+            rows, query[:, :, part], key[:, :, part], value[:, :, part], keys, values, rule
+        )
+        if sinks is not None:
+            output = output * torch.sigmoid(lse - sinks.view(1, -1, 1)).unsqueeze(-1).to(output.dtype)
+        outputs.append(output.transpose(1, 2))
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)

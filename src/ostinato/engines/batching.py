@@ -1,0 +1,450 @@
+"""Continuous batching: ``schedule → run → postprocess``, over and over, in one thread.
+
+Every step runs one row for each sequence that is decoding and spends what is left of the step's token
+budget on prompts, so that sequences join and leave at every step. A sequence's KV is held by its lease
+(:class:`~ostinato.kv.manager.Lease`) from admission to end; what it computed becomes findable when it is
+written, chunk by chunk. When room runs out the youngest sequence gives its blocks back and waits again:
+what it had computed stays findable as long as nobody needs the room, so coming back is a look-up.
+
+Engines speak tokens: text, stop strings and choices are the sink's business.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from ..errors import EngineError, ShuttingDownError
+from ..events import Observer, Preempted, StepFinished
+from ..kv.hashing import Namespace
+from ..kv.manager import KVManager, Lease
+from ..ports import Clock
+from ..types import FinishReason, Plan, SamplingParams, SequencePlan, SlotCopy, TokenArray, TokenLogprob
+from .base import ModelRunner, Sampled
+
+_log = logging.getLogger(__name__)
+
+_ROOM_POLL_S = 0.02
+
+
+@dataclass(frozen=True, slots=True)
+class BatchingSettings:
+    """``max_batch_tokens`` rows at most in a step; ``max_sequences`` run at once.
+
+    ``growth_tokens`` is how far ahead a growing sequence reaches for room next to its last block, so that
+    what it attends to stays in few runs.
+    """
+
+    max_batch_tokens: int = 512
+    max_sequences: int = 64
+    growth_tokens: int = 128
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceStats:
+    """What one sequence cost. Times are clock readings in seconds; ``None`` where it did not come so far."""
+
+    prompt_tokens: int
+    cached_tokens: int
+    written_tokens: int
+    output_tokens: int
+    arrived_s: float
+    started_s: float | None
+    first_token_s: float | None
+    finished_s: float
+
+
+class TokenSink(Protocol):
+    """Where a sequence's tokens go. Called in the engine's thread: be quick, never wait, never raise."""
+
+    def on_token(self, token_id: int, logprob: TokenLogprob | None) -> bool:
+        """Take one token; true ends the sequence (a stop string was completed)."""
+
+    def on_finish(
+        self, reason: FinishReason, stop_token: int | None, stats: SequenceStats, error: Exception | None
+    ) -> None:
+        """Called exactly once, last."""
+
+
+class Sequence:
+    """One sequence from arrival to end. Only the engine's thread touches it after ``submit``."""
+
+    __slots__ = (
+        "_tokens", "arrived_s", "cached_tokens", "cancelled", "first_token_s", "id", "lease", "max_new",
+        "namespace", "num_computed", "num_prompt", "num_tokens", "params", "sink", "started_s",
+        "stop_token_ids", "written_tokens",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        prompt: TokenArray,
+        params: SamplingParams,
+        namespace: Namespace,
+        sink: TokenSink,
+        *,
+        max_new_tokens: int,
+        stop_token_ids: frozenset[int],
+    ) -> None:
+        assert len(prompt) > 0 and max_new_tokens > 0
+        self.id = -1
+        self.params = params
+        self.namespace = namespace
+        self.sink = sink
+        self.max_new = max_new_tokens
+        self.stop_token_ids = stop_token_ids
+        self.num_prompt = len(prompt)
+        self.num_tokens = len(prompt)
+        self._tokens = np.empty(len(prompt) + min(max_new_tokens, 256), dtype=np.int32)
+        self._tokens[: len(prompt)] = prompt
+        self.num_computed = 0
+        self.lease: Lease | None = None
+        self.cancelled = False
+        self.cached_tokens = 0
+        self.written_tokens = 0
+        self.arrived_s = 0.0
+        self.started_s: float | None = None
+        self.first_token_s: float | None = None
+
+    @property
+    def tokens(self) -> TokenArray:
+        """Prompt and output so far (a view)."""
+        return self._tokens[: self.num_tokens]
+
+    @property
+    def num_output(self) -> int:
+        return self.num_tokens - self.num_prompt
+
+    @property
+    def is_prefilling(self) -> bool:
+        """More than its newest token has no KV yet."""
+        return self.num_tokens - self.num_computed > 1 or self.num_computed < self.num_prompt
+
+    def append(self, token_id: int) -> None:
+        if self.num_tokens == len(self._tokens):
+            grown = np.empty(2 * len(self._tokens), dtype=np.int32)
+            grown[: self.num_tokens] = self._tokens
+            self._tokens = grown
+        self._tokens[self.num_tokens] = token_id
+        self.num_tokens += 1
+
+
+@dataclass(frozen=True, slots=True)
+class BatcherLoad:
+    """How many sequences run and wait."""
+
+    num_running: int
+    num_waiting: int
+
+
+class Batcher:
+    """The engine: a queue, a schedule, a runner, a thread.
+
+    ``submit`` and ``cancel`` may be called from any thread; everything else happens in the engine's own.
+    """
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        manager: KVManager,
+        clock: Clock,
+        settings: BatchingSettings | None = None,
+        observer: Observer | None = None,
+    ) -> None:
+        self._runner = runner
+        self._info = runner.info
+        self._manager = manager
+        self._clock = clock
+        self._settings = settings or BatchingSettings()
+        self._observe = observer or (lambda event: None)
+        self._waiting: deque[Sequence] = deque()
+        self._running: list[Sequence] = []
+        self._copies: list[SlotCopy] = []
+        self._next_id = 0
+        self._wake = threading.Condition()
+        self._inbox: deque[Sequence] = deque()
+        self._stopping = False
+        self._thread = threading.Thread(target=self._loop, name="ostinato-engine", daemon=True)
+        self._thread.start()
+
+    # ------------------------------------------------------------ from any thread
+
+    def submit(self, sequences: list[Sequence]) -> None:
+        """Accept sequences; from here on each gets exactly one ``on_finish``.
+
+        Raises:
+            ShuttingDownError: the engine has been closed.
+        """
+        now = self._clock.monotonic()
+        with self._wake:
+            if self._stopping:
+                raise ShuttingDownError("the engine has stopped; start it again")
+            for sequence in sequences:
+                sequence.arrived_s = now
+                self._inbox.append(sequence)
+            self._wake.notify()
+
+    def cancel(self, sequences: list[Sequence]) -> None:
+        """End sequences within one step; they finish with reason "abort" unless they already have."""
+        with self._wake:
+            for sequence in sequences:
+                sequence.cancelled = True
+            self._wake.notify()
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it still takes requests."""
+        return not self._stopping and self._thread.is_alive()
+
+    def load(self) -> BatcherLoad:
+        with self._wake:
+            return BatcherLoad(len(self._running), len(self._waiting) + len(self._inbox))
+
+    def close(self) -> None:
+        """Stop; whatever still runs or waits finishes with reason "abort"."""
+        with self._wake:
+            self._stopping = True
+            self._wake.notify()
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    # ------------------------------------------------------------ the loop
+
+    def _loop(self) -> None:
+        try:
+            while self._take_in():
+                try:
+                    self._step()
+                except Exception as error:  # noqa: BLE001 - the engine's border: the step fails, we go on
+                    _log.exception("an engine step failed")
+                    self._fail(error)
+        finally:
+            with self._wake:
+                self._stopping = True
+                left = [*self._running, *self._waiting, *self._inbox]
+                for queue in (self._running, self._waiting, self._inbox):
+                    queue.clear()
+            for sequence in left:
+                self._finish(sequence, "abort")
+
+    def _step(self) -> None:
+        self._end_cancelled()
+        plan, planned = self._schedule()
+        if not plan.sequences:
+            # Everyone waits for room that a lease outside the engine holds.
+            with self._wake:
+                if self._waiting and not self._running:
+                    self._wake.wait(_ROOM_POLL_S)
+            return
+        started_s = self._clock.monotonic()
+        sampled = self._runner.execute(plan)
+        self._postprocess(plan, planned, sampled)
+        self._observe(self._step_event(plan, self._clock.monotonic() - started_s))
+
+    def _take_in(self) -> bool:
+        """Move the inbox to the queue, waiting while there is nothing at all to do; false to stop."""
+        with self._wake:
+            while not (self._stopping or self._inbox or self._running or self._waiting):
+                self._wake.wait()
+            for sequence in self._inbox:
+                sequence.id = self._next_id
+                self._next_id += 1
+                self._waiting.append(sequence)
+            self._inbox.clear()
+            return not self._stopping
+
+    def _end_cancelled(self) -> None:
+        for queue in (self._running, self._waiting):
+            for sequence in [s for s in queue if s.cancelled]:
+                queue.remove(sequence)
+                self._finish(sequence, "abort")
+
+    # ------------------------------------------------------------ schedule
+
+    def _schedule(self) -> tuple[Plan, list[Sequence]]:
+        """Choose this step's rows. Decoding comes first, then prompts in order of arrival."""
+        self._copies = []
+        budget = self._settings.max_batch_tokens
+        planned: list[tuple[Sequence, int]] = []
+        for sequence in [s for s in self._running if not s.is_prefilling]:
+            if sequence.lease is not None and self._make_room(sequence):
+                planned.append((sequence, 1))
+        planned = [(s, n) for s, n in planned if s.lease is not None]  # some were preempted after all
+        budget -= len(planned)
+        for sequence in [s for s in self._running if s.is_prefilling]:
+            budget -= self._plan_chunk(sequence, budget, planned)
+        while budget > 0 and self._waiting and len(self._running) < self._settings.max_sequences:
+            admitted = self._admit()
+            if admitted is None:
+                break
+            budget -= self._plan_chunk(admitted, budget, planned)
+        plan = Plan(tuple(self._plan_rows(s, n) for s, n in planned), tuple(self._copies))
+        return plan, [s for s, _ in planned]
+
+    def _plan_chunk(self, sequence: Sequence, budget: int, planned: list[tuple[Sequence, int]]) -> int:
+        remaining = sequence.num_tokens - sequence.num_computed
+        rows = min(remaining, budget) if self._info.chunked else remaining
+        if rows <= 0:
+            return 0
+        planned.append((sequence, rows))
+        return rows
+
+    def _plan_rows(self, sequence: Sequence, num_rows: int) -> SequencePlan:
+        assert sequence.lease is not None
+        start, end = sequence.num_computed, sequence.num_computed + num_rows
+        return SequencePlan(
+            sequence_id=sequence.id,
+            tokens=sequence.tokens[start:end],
+            positions=np.arange(start, end, dtype=np.int32),
+            slots=sequence.lease.slots(start, end),
+            past=sequence.lease.runs(0, start),
+            sample=end == sequence.num_tokens,
+        )
+
+    def _make_room(self, sequence: Sequence) -> bool:
+        """Room for a decoding sequence's next row, taken from the youngest if it must be."""
+        assert sequence.lease is not None
+        while not sequence.lease.reserve(sequence.num_tokens, spare_tokens=self._settings.growth_tokens):
+            youngest = self._running[-1]
+            if youngest is sequence and len(self._running) == 1:
+                self._running.remove(sequence)
+                self._finish(sequence, "length")  # it fills the whole arena alone: nothing more fits
+                return False
+            self._preempt(youngest)
+            if youngest is sequence:
+                return False
+        self._copies += sequence.lease.take_copies()
+        return True
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self._running.remove(sequence)
+        self._commit(sequence)
+        self._release(sequence)
+        self._observe(Preempted(sequence.num_computed))
+        sequence.num_computed = 0
+        self._runner.release_state(sequence.id)
+        self._waiting.appendleft(sequence)
+
+    def _admit(self) -> Sequence | None:
+        """Look up, hold and reserve for the first waiting sequence that can start now."""
+        for place, sequence in enumerate(self._waiting):
+            if self._info.reuse and self._shares_with_running(sequence):
+                continue
+            lease = self._manager.acquire(sequence.namespace, sequence.tokens)
+            if not lease.reserve(sequence.num_tokens, spare_tokens=self._settings.growth_tokens):
+                lease.release()
+                return None  # in order of arrival: nobody overtakes for being small
+            del self._waiting[place]
+            sequence.lease = lease
+            sequence.num_computed = lease.prefix_len
+            self._copies += lease.take_copies()
+            if sequence.started_s is None:
+                sequence.started_s = self._clock.monotonic()
+                sequence.cached_tokens = lease.prefix_len
+                self._runner.open(sequence.id, sequence.tokens[: sequence.num_prompt], sequence.params)
+            self._running.append(sequence)
+            return sequence
+        return None
+
+    def _shares_with_running(self, sequence: Sequence) -> bool:
+        """A prefix it needs is being computed right now: wait for it rather than compute it twice."""
+        prefilling = [s for s in self._running if s.is_prefilling and s.namespace == sequence.namespace]
+        if not prefilling:
+            return False
+        found = self._manager.peek(sequence.namespace, sequence.tokens)
+        usable = sequence.num_tokens - 1
+        for other in prefilling:
+            common = min(_common_prefix(sequence.tokens, other.tokens), usable)
+            if common >= found + self._manager.block_size:
+                return True
+        return False
+
+    # ------------------------------------------------------------ postprocess
+
+    def _postprocess(self, plan: Plan, planned: list[Sequence], sampled: Mapping[int, Sampled]) -> None:
+        now = self._clock.monotonic()
+        for rows, sequence in zip(plan.sequences, planned, strict=True):
+            was_prefilling = sequence.is_prefilling
+            sequence.num_computed += len(rows.tokens)
+            if was_prefilling:
+                self._commit(sequence)
+            if not rows.sample:
+                continue
+            choice = sampled[sequence.id]
+            if choice.error is not None:
+                self._running.remove(sequence)
+                self._finish(sequence, "error", error=EngineError(choice.error))
+                continue
+            if sequence.first_token_s is None:
+                sequence.first_token_s = now
+            self._take_token(sequence, choice)
+
+    def _take_token(self, sequence: Sequence, choice: Sampled) -> None:
+        token_id = choice.token_id
+        sequence.append(token_id)
+        if token_id in sequence.stop_token_ids:
+            self._running.remove(sequence)
+            self._finish(sequence, "stop", stop_token=token_id)
+            return
+        stopped = sequence.sink.on_token(token_id, choice.logprob)
+        if stopped or sequence.num_output >= sequence.max_new:
+            self._running.remove(sequence)
+            self._finish(sequence, "stop" if stopped else "length")
+
+    def _fail(self, error: Exception) -> None:
+        """A step failed: nothing of it is kept, and every running sequence ends with the error."""
+        failed = list(self._running)
+        self._running.clear()
+        for sequence in failed:
+            failure = EngineError(f"the engine failed in this request: {type(error).__name__}")
+            failure.__cause__ = error
+            self._finish(sequence, "error", error=failure)
+
+    def _commit(self, sequence: Sequence) -> None:
+        if self._info.reuse and sequence.lease is not None:
+            sequence.written_tokens += sequence.lease.commit(sequence.tokens[: sequence.num_computed])
+
+    def _release(self, sequence: Sequence) -> None:
+        if sequence.lease is not None:
+            sequence.lease.release()
+            sequence.lease = None
+
+    def _finish(
+        self,
+        sequence: Sequence,
+        reason: FinishReason,
+        *,
+        stop_token: int | None = None,
+        error: Exception | None = None,
+    ) -> None:
+        if error is None:
+            self._commit(sequence)
+        self._release(sequence)
+        self._runner.close(sequence.id)
+        stats = SequenceStats(
+            prompt_tokens=sequence.num_prompt,
+            cached_tokens=sequence.cached_tokens,
+            written_tokens=sequence.written_tokens,
+            output_tokens=sequence.num_output,
+            arrived_s=sequence.arrived_s,
+            started_s=sequence.started_s,
+            first_token_s=sequence.first_token_s,
+            finished_s=self._clock.monotonic(),
+        )
+        sequence.sink.on_finish(reason, stop_token, stats, error)
+
+    def _step_event(self, plan: Plan, duration_s: float) -> StepFinished:
+        lengths = [len(sequence.tokens) for sequence in plan.sequences]
+        return StepFinished(sum(lengths), lengths.count(1), duration_s)
+
+
+def _common_prefix(a: TokenArray, b: TokenArray) -> int:
+    """How many tokens ``a`` and ``b`` begin with in common."""
+    length = min(len(a), len(b))
+    differs = np.flatnonzero(a[:length] != b[:length])
+    return int(differs[0]) if len(differs) else length

@@ -1,0 +1,253 @@
+"""The library's door: ``ostinato.load(...)`` gives an :class:`Engine` to talk to."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any, Self, TypeAlias
+
+from .config import Settings
+from .errors import ParameterError
+from .ports import Clock, SystemClock
+from .prompt.conversation import conversation_from_dicts
+from .runtime import Prepared, Runtime
+from .types import Chunk, Conversation, FinishReason, GenerationRequest, Message, SamplingParams, Usage
+
+ConversationLike: TypeAlias = Conversation | SequenceOf[Mapping[str, Any]] | str
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One answer."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason
+    stop_reason: str | int | None
+
+    @property
+    def message(self) -> Message:
+        """The answer as a message, to go on with."""
+        return Message("assistant", self.text)
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """What a request brought: one or more choices, and what it cost."""
+
+    choices: tuple[Choice, ...]
+    usage: Usage
+
+    @property
+    def text(self) -> str:
+        return self.choices[0].text
+
+    @property
+    def message(self) -> Message:
+        return self.choices[0].message
+
+    @property
+    def finish_reason(self) -> FinishReason:
+        return self.choices[0].finish_reason
+
+
+class Engine:
+    """A loaded model with its cache. Thread-safe; close it, or use it as a context manager.
+
+    Keyword arguments of the methods are the fields of :class:`~ostinato.types.SamplingParams`, and
+    ``n`` (choices) and ``salt`` (keeps this caller's KV apart).
+    """
+
+    def __init__(self, runtime: Runtime) -> None:
+        self.runtime = runtime
+
+    def chat(self, conversation: ConversationLike, **options: Any) -> Reply:
+        """Answer a conversation: messages as dicts or :class:`Conversation`, or one user message as text.
+
+        Raises:
+            ClientError: the conversation or a parameter is wrong.
+            EngineError: the engine failed.
+        """
+        return _collect(self.runtime.iterate(self._prepare(_conversation(conversation), options)))
+
+    def stream(self, conversation: ConversationLike, **options: Any) -> Iterator[Chunk]:
+        """The same, piece by piece; the last chunk has ``usage``. Closing the iterator cancels."""
+        return self.runtime.iterate(self._prepare(_conversation(conversation), options))
+
+    async def achat(self, conversation: ConversationLike, **options: Any) -> Reply:
+        """:meth:`chat` for asyncio."""
+        prepared = self._prepare(_conversation(conversation), options)
+        chunks = [chunk async for chunk in self.runtime.stream(prepared)]
+        return _collect(iter(chunks))
+
+    def astream(self, conversation: ConversationLike, **options: Any) -> AsyncIterator[Chunk]:
+        """:meth:`stream` for asyncio."""
+        return self.runtime.stream(self._prepare(_conversation(conversation), options))
+
+    def complete(self, prompt: str | SequenceOf[int], **options: Any) -> Reply:
+        """Continue a raw prompt, given as text or as token ids."""
+        raw = prompt if isinstance(prompt, str) else tuple(prompt)
+        return _collect(self.runtime.iterate(self._prepare(raw, options)))
+
+    def close(self) -> None:
+        """Stop the engine; unfinished requests end with reason "abort"."""
+        self.runtime.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def _prepare(self, prompt: Conversation | str | tuple[int, ...], options: dict[str, Any]) -> Prepared:
+        num_choices = options.pop("n", 1)
+        salt = options.pop("salt", "")
+        known = {item.name for item in fields(SamplingParams)}
+        for name in options:
+            if name not in known:
+                raise ParameterError(f"there is no parameter {name!r}", param=name)
+        if isinstance(options.get("stop"), str):
+            options["stop"] = (options["stop"],)
+        for name in ("stop", "stop_token_ids"):
+            if name in options:
+                options[name] = tuple(options[name])
+        params = replace(SamplingParams(), **options)
+        return self.runtime.prepare(GenerationRequest(prompt, params, num_choices, salt))
+
+
+def load(model: str | Path | None = None, *, clock: Clock | None = None, **settings: Any) -> Engine:
+    """Load a model, fetching it first if need be, and start the engine.
+
+    Args:
+        model: alias (``smollm2-135m``), Hugging Face id, folder, or ``.gguf`` file.
+        clock: where the time comes from; fix it to fix what a template says of today.
+        settings: fields of :class:`ostinato.config.Settings`.
+
+    Raises:
+        ModelError: the model cannot be had or loaded; the message says what to do.
+        ParameterError: a setting is unknown or out of range.
+    """
+    known = {item.name for item in fields(Settings)}
+    for name in settings:
+        if name not in known:
+            raise ParameterError(f"there is no setting {name!r}", param=name)
+    if model is not None:
+        settings["model"] = str(model)
+    return Engine(build_runtime(Settings.from_environment(os.environ, **settings), clock or SystemClock()))
+
+
+def build_runtime(settings: Settings, clock: Clock, progress: Any = None) -> Runtime:
+    """Put the parts together: model, tokenizer, template, books, arena, engine."""
+    import torch
+
+    from .engines.batching import Batcher, BatchingSettings
+    from .engines.hf import PagedRunner, StatefulRunner, load_model
+    from .kv.hashing import Namespace
+    from .kv.manager import KVManager
+    from .models.fetch import fetch
+    from .models.store import ModelStore
+    from .prompt.template import template_for
+    from .prompt.tokens import HFTokenizer
+
+    assert settings.store is not None, "Settings.from_environment sets the store"
+    local = fetch(
+        settings.model,
+        ModelStore(settings.store),
+        progress=progress,
+        offline=settings.offline,
+        token=settings.hf_token,
+    )
+    nonce = str(secrets.randbelow(9 * 10**19) + 10**19)
+    tokenizer = HFTokenizer.from_folder(local.path, nonce=nonce)
+    template = template_for(tokenizer, settings.template, clock=clock, nonce=nonce)
+    loaded = load_model(
+        local.path,
+        dtype=_dtype(settings, torch),
+        device=settings.device,
+        max_model_len=settings.max_model_len,
+    )
+    info = loaded.info
+    block_bytes = info.kv_bytes_per_token * settings.block_size
+    # A model without reuse keeps its state itself: blocks then only count tokens.
+    num_blocks = settings.kv_cache // block_bytes if block_bytes else info.max_model_len
+    if num_blocks < 2:
+        raise ParameterError(
+            f"kv_cache is {settings.kv_cache} bytes, but two blocks of this model need {2 * block_bytes}: "
+            "raise it",
+            param="kv_cache",
+        )
+    runtime: Runtime
+
+    manager = KVManager(num_blocks, settings.block_size, observer=lambda event: runtime.observe(event))
+    runner = PagedRunner(loaded, num_blocks * settings.block_size) if info.reuse else StatefulRunner(loaded)
+    batcher = Batcher(
+        runner,
+        manager,
+        clock,
+        BatchingSettings(settings.max_batch_tokens, settings.max_sequences),
+        observer=lambda event: runtime.observe(event),
+    )
+    runtime = Runtime(
+        model_name=local.name,
+        tokenizer=tokenizer,
+        template=template,
+        batcher=batcher,
+        manager=manager,
+        namespace=Namespace(
+            weights=local.weights_digest,
+            tokenizer=tokenizer.identity,
+            template=template.identity if template is not None else "",
+            kv_layout=info.kv_layout,
+            kv_dtype=info.kv_dtype,
+            rotary=info.rotary,
+        ),
+        info=info,
+        eos_token_ids=loaded.eos_token_ids | tokenizer.eos_token_ids,
+        clock=clock,
+    )
+    return runtime
+
+
+def _dtype(settings: Settings, torch: Any) -> Any:
+    if settings.dtype == "auto":
+        return torch.float32 if settings.device == "cpu" else "auto"
+    if settings.dtype not in ("float32", "bfloat16", "float16"):
+        raise ParameterError("dtype must be auto, float32, bfloat16 or float16", param="dtype")
+    return getattr(torch, settings.dtype)
+
+
+def _conversation(given: ConversationLike) -> Conversation:
+    if isinstance(given, Conversation):
+        return given
+    if isinstance(given, str):
+        return Conversation((Message("user", given),))
+    return conversation_from_dicts(given)
+
+
+def _collect(chunks: Iterator[Chunk]) -> Reply:
+    """All pieces of a request as a reply; raises what ended it instead, where something did."""
+    texts: dict[int, list[str]] = {}
+    tokens: dict[int, list[int]] = {}
+    ends: dict[int, Chunk] = {}
+    usage = Usage()
+    for chunk in chunks:
+        texts.setdefault(chunk.choice_index, []).append(chunk.text)
+        tokens.setdefault(chunk.choice_index, []).extend(chunk.token_ids)
+        if chunk.finish_reason is not None:
+            ends[chunk.choice_index] = chunk
+        if chunk.usage is not None:
+            usage = chunk.usage
+    for end in ends.values():
+        if end.error is not None:
+            raise end.error
+    choices = []
+    for index, end in sorted(ends.items()):
+        assert end.finish_reason is not None
+        choices.append(
+            Choice("".join(texts[index]), tuple(tokens[index]), end.finish_reason, end.stop_reason)
+        )
+    return Reply(tuple(choices), usage)

@@ -1,0 +1,467 @@
+"""The one way through: messages → assemble → render → tokenize → look up and hold → plan → run → answer.
+
+Only this module knows the order of the stages. What comes after the tokens (look-up, plan, steps, commit)
+happens in the engine's thread, at the moment the request is admitted (:mod:`ostinato.engines.batching`):
+a request that waits holds nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import threading
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from queue import SimpleQueue
+from typing import Self
+
+import numpy as np
+
+from .engines.base import RunnerInfo
+from .engines.batching import Batcher, Sequence, SequenceStats
+from .errors import ParameterError, PromptTooLongError, ShuttingDownError, TemplateError
+from .events import Event, Observer, RequestFinished
+from .kv.hashing import Namespace
+from .kv.manager import CacheView, KVManager, Lease
+from .ports import Clock, Tokenizer
+from .prompt.conversation import validate
+from .prompt.detokenize import Detokenizer
+from .prompt.template import Template
+from .types import (
+    Chunk,
+    Conversation,
+    FinishReason,
+    GenerationRequest,
+    SamplingParams,
+    TokenArray,
+    TokenLogprob,
+    Usage,
+)
+
+MAX_CHOICES = 64
+MAX_STOPS = 16
+MAX_TOP_LOGPROBS = 20
+
+
+# ---------------------------------------------------------------- assembly
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizedPrompt:
+    """A prompt with what the cache already holds of it; holds that until it is released.
+
+    Attributes:
+        input_ids: all token ids of the prompt, int32.
+        cache_slots: the slots of the first ``prefix_len`` tokens' KV, int32, in order.
+        prefix_len: how many tokens were found; at most one less than the prompt has.
+        new_token_start: index of the first token to compute (equals ``prefix_len``).
+    """
+
+    input_ids: TokenArray
+    cache_slots: TokenArray
+    prefix_len: int
+    new_token_start: int
+    lease: Lease
+
+    def release(self) -> None:
+        """Let go of what is held. Releasing twice is fine."""
+        self.lease.release()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.release()
+
+
+def tokenize_conversation(conversation: Conversation, tokenizer: Tokenizer, template: Template) -> TokenArray:
+    """Check, render and tokenise; the tokens of a complete prompt, ready for the answer to follow."""
+    validate(conversation)
+    return tokenizer.encode_rendered(template.render(conversation, add_generation_prompt=True))
+
+
+def assemble_prompt(
+    conversation: Conversation, tokenizer: Tokenizer, cache: CacheView, template: Template
+) -> TokenizedPrompt:
+    """From messages to token ids, and hold what ``cache`` has of them.
+
+    Use the result as a context manager (or call ``release``): what it holds cannot be evicted until then.
+
+    Raises:
+        ConversationError: a message breaks a rule; ``index`` says which.
+        TemplateError: the template refuses the conversation.
+    """
+    tokens = tokenize_conversation(conversation, tokenizer, template)
+    lease = cache.acquire(tokens)
+    found = lease.prefix_len
+    return TokenizedPrompt(tokens, lease.slots(0, found), found, found, lease)
+
+
+# ---------------------------------------------------------------- requests
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A request that passed every check, as tokens."""
+
+    request: GenerationRequest
+    tokens: TokenArray
+    namespace: Namespace
+    max_new_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Health:
+    """How the engine is. Blocks are of KV: held by requests, cached and evictable, or free."""
+
+    ok: bool
+    detail: str
+    num_running: int
+    num_waiting: int
+    num_blocks: int
+    num_held_blocks: int
+    num_evictable_blocks: int
+    num_free_blocks: int
+
+
+class RequestHandle:
+    """A request under way."""
+
+    __slots__ = ("_batcher", "_sequences")
+
+    def __init__(self, batcher: Batcher, sequences: list[Sequence]) -> None:
+        self._batcher = batcher
+        self._sequences = sequences
+
+    def cancel(self) -> None:
+        """End it within one step. Unfinished choices get their last chunk with reason "abort"."""
+        self._batcher.cancel(self._sequences)
+
+
+class _Answer:
+    """Collects the choices of one request; lives in the engine's thread."""
+
+    def __init__(
+        self, num_choices: int, deliver: Callable[[Chunk], None], done: Callable[[FinishReason, Usage], None]
+    ) -> None:
+        self._deliver = deliver
+        self._done = done
+        self._left = num_choices
+        self._stats: list[SequenceStats] = []
+
+    def piece(self, chunk: Chunk) -> None:
+        self._deliver(chunk)
+
+    def last_piece(self, chunk: Chunk, stats: SequenceStats) -> None:
+        self._stats.append(stats)
+        self._left -= 1
+        if self._left > 0:
+            self._deliver(chunk)
+            return
+        usage = self._usage()
+        self._deliver(replace(chunk, usage=usage))
+        assert chunk.finish_reason is not None
+        self._done(chunk.finish_reason, usage)
+
+    def _usage(self) -> Usage:
+        arrived = self._stats[0].arrived_s
+        first = min((s.first_token_s for s in self._stats if s.first_token_s is not None), default=arrived)
+        started = min((s.started_s for s in self._stats if s.started_s is not None), default=arrived)
+        # The choices share one prompt: what the first to start found in the cache is what was found.
+        earliest = min(self._stats, key=lambda s: math.inf if s.started_s is None else s.started_s)
+        return Usage(
+            prompt_tokens=earliest.prompt_tokens,
+            cached_tokens=earliest.cached_tokens,
+            written_tokens=sum(s.written_tokens for s in self._stats),
+            completion_tokens=sum(s.output_tokens for s in self._stats),
+            ttft_s=first - arrived,
+            queue_s=started - arrived,
+            total_s=max(s.finished_s for s in self._stats) - arrived,
+        )
+
+
+class _Choice:
+    """One choice's sink: tokens become text; a stop string ends it."""
+
+    def __init__(self, index: int, answer: _Answer, detokenizer: Detokenizer) -> None:
+        self._index = index
+        self._answer = answer
+        self._detokenizer = detokenizer
+
+    def on_token(self, token_id: int, logprob: TokenLogprob | None) -> bool:
+        text = self._detokenizer.push(token_id)
+        logprobs = () if logprob is None else (logprob,)
+        self._answer.piece(Chunk(self._index, text, (token_id,), logprobs))
+        return self._detokenizer.stopped is not None
+
+    def on_finish(
+        self, reason: FinishReason, stop_token: int | None, stats: SequenceStats, error: Exception | None
+    ) -> None:
+        stop_reason: str | int | None = self._detokenizer.stopped
+        text = "" if stop_reason is not None else self._detokenizer.finish()
+        if stop_reason is None:
+            stop_reason = stop_token
+        self._answer.last_piece(
+            Chunk(self._index, text, finish_reason=reason, stop_reason=stop_reason, error=error), stats
+        )
+
+
+class Runtime:
+    """Takes requests, gives answers. Thread-safe; one per model."""
+
+    def __init__(
+        self,
+        *,
+        model_name: str,
+        tokenizer: Tokenizer,
+        template: Template | None,
+        batcher: Batcher,
+        manager: KVManager,
+        namespace: Namespace,
+        info: RunnerInfo,
+        eos_token_ids: frozenset[int],
+        clock: Clock,
+    ) -> None:
+        self.model_name = model_name
+        self.created_s = int(clock.now())
+        self.info = info
+        self.tokenizer = tokenizer
+        self.template = template
+        self.observers: list[Observer] = []
+        self._batcher = batcher
+        self._manager = manager
+        self._namespace = namespace
+        self._eos_token_ids = eos_token_ids
+        self._capacity_tokens = manager.num_blocks * manager.block_size
+        self._accepting = True
+        self._active: set[RequestHandle] = set()
+        self._idle = threading.Condition()
+
+    @property
+    def max_model_len(self) -> int:
+        """The most tokens a sequence can have: what the model takes and the KV capacity holds."""
+        return min(self.info.max_model_len, self._capacity_tokens)
+
+    def cache(self, salt: str = "") -> CacheView:
+        """What :func:`assemble_prompt` takes: this model's cache for one salt."""
+        return CacheView(self._manager, self._namespace.with_salt(salt))
+
+    def observe(self, event: Event) -> None:
+        """Pass an event on to every observer."""
+        for observer in self.observers:
+            observer(event)
+
+    # ------------------------------------------------------------ from messages to tokens
+
+    def prepare(self, request: GenerationRequest) -> Prepared:
+        """Check, render and tokenise. CPU work without waiting; call it off an event loop.
+
+        Raises:
+            ClientError: what is wrong with the request, by name.
+        """
+        check_params(request.params, self.info.vocab_size)
+        if not 1 <= request.num_choices <= MAX_CHOICES:
+            raise ParameterError(f"n must be between 1 and {MAX_CHOICES}", param="n")
+        tokens = self._tokens(request)
+        limit = self.max_model_len
+        if len(tokens) >= limit:
+            raise PromptTooLongError(
+                f"the prompt has {len(tokens)} tokens; this model takes at most {limit} tokens, "
+                "answer included: shorten it",
+                num_tokens=len(tokens),
+                max_tokens=limit,
+            )
+        wanted = request.params.max_tokens
+        if wanted is not None and len(tokens) + wanted > limit:
+            raise PromptTooLongError(
+                f"this model takes at most {limit} tokens, but {len(tokens)} in the prompt and {wanted} in "
+                f"the answer were asked for: lower max_tokens to {limit - len(tokens)} or shorten the prompt",
+                num_tokens=len(tokens) + wanted,
+                max_tokens=limit,
+            )
+        max_new = limit - len(tokens) if wanted is None else wanted
+        return Prepared(request, tokens, self._namespace.with_salt(request.salt), max_new)
+
+    def _tokens(self, request: GenerationRequest) -> TokenArray:
+        prompt = request.prompt
+        if isinstance(prompt, Conversation):
+            if self.template is None:
+                raise TemplateError(
+                    "this model has no chat template: choose one when it is loaded, or send a text prompt"
+                )
+            return tokenize_conversation(prompt, self.tokenizer, self.template)
+        if isinstance(prompt, str):
+            tokens = self.tokenizer.encode_prompt(prompt)
+        else:
+            if any(not 0 <= token < self.info.vocab_size for token in prompt):
+                raise ParameterError(
+                    f"token ids must be between 0 and {self.info.vocab_size - 1}", param="prompt"
+                )
+            tokens = np.array(prompt, dtype=np.int32)
+        if len(tokens) == 0:
+            raise ParameterError("the prompt is empty: give at least one token", param="prompt")
+        return tokens
+
+    # ------------------------------------------------------------ answers
+
+    def start(self, prepared: Prepared, deliver: Callable[[Chunk], None]) -> RequestHandle:
+        """Accept a request. ``deliver`` gets its chunks in the engine's thread: it must neither wait nor raise.
+
+        Raises:
+            ShuttingDownError: no more requests are taken.
+        """
+        request, params = prepared.request, prepared.request.params
+        handle: RequestHandle
+
+        def done(reason: FinishReason, usage: Usage) -> None:
+            with self._idle:
+                self._active.discard(handle)
+                self._idle.notify_all()
+            self.observe(RequestFinished(reason, usage))
+
+        answer = _Answer(request.num_choices, deliver, done)
+        stop_ids = frozenset(params.stop_token_ids)
+        if not params.ignore_eos:
+            stop_ids |= self._eos_token_ids
+        sequences = []
+        for index in range(request.num_choices):
+            seed = None if params.seed is None else params.seed + index
+            sequences.append(
+                Sequence(
+                    prepared.tokens,
+                    replace(params, seed=seed),
+                    prepared.namespace,
+                    _Choice(index, answer, Detokenizer(self.tokenizer, params.stop)),
+                    max_new_tokens=prepared.max_new_tokens,
+                    stop_token_ids=stop_ids,
+                )
+            )
+        handle = RequestHandle(self._batcher, sequences)
+        with self._idle:
+            if not self._accepting:
+                raise ShuttingDownError("the server is shutting down: send the request elsewhere")
+            self._active.add(handle)
+        try:
+            self._batcher.submit(sequences)
+        except ShuttingDownError:
+            with self._idle:
+                self._active.discard(handle)
+            raise
+        return handle
+
+    def iterate(self, prepared: Prepared) -> Iterator[Chunk]:
+        """Start a request and yield its chunks; closing the iterator cancels it."""
+        queue: SimpleQueue[Chunk] = SimpleQueue()
+        handle = self.start(prepared, queue.put)
+        try:
+            while True:
+                chunk = queue.get()
+                yield chunk
+                if chunk.usage is not None:
+                    return
+        finally:
+            handle.cancel()
+
+    async def stream(self, prepared: Prepared) -> AsyncIterator[Chunk]:
+        """The same for asyncio; closing the iterator or cancelling its task cancels the request at once."""
+        loop = asyncio.get_running_loop()
+        chunks: deque[Chunk] = deque()
+        ready = asyncio.Event()
+
+        def deliver(chunk: Chunk) -> None:
+            chunks.append(chunk)
+            with suppress(RuntimeError):  # the loop may be closed already; then nobody listens
+                loop.call_soon_threadsafe(ready.set)
+
+        handle = self.start(prepared, deliver)
+        try:
+            while True:
+                await ready.wait()
+                ready.clear()
+                while chunks:
+                    chunk = chunks.popleft()
+                    yield chunk
+                    if chunk.usage is not None:
+                        return
+        finally:
+            handle.cancel()
+
+    # ------------------------------------------------------------ life
+
+    def health(self) -> Health:
+        load, manager = self._batcher.load(), self._manager
+        ok = self._accepting and self._batcher.is_alive
+        detail = "ok" if ok else ("shutting down" if not self._accepting else "the engine has stopped")
+        return Health(
+            ok=ok,
+            detail=detail,
+            num_running=load.num_running,
+            num_waiting=load.num_waiting,
+            num_blocks=manager.num_blocks,
+            num_held_blocks=manager.num_held_blocks,
+            num_evictable_blocks=manager.num_evictable_blocks,
+            num_free_blocks=manager.num_free_blocks,
+        )
+
+    async def drain(self, timeout_s: float) -> None:
+        """Take nothing new, let what runs finish for ``timeout_s`` seconds, then abort the rest."""
+        with self._idle:
+            self._accepting = False
+        await asyncio.to_thread(self._wait_idle, timeout_s)
+        with self._idle:
+            left = list(self._active)
+        for handle in left:
+            handle.cancel()
+        await asyncio.to_thread(self._wait_idle, None)
+
+    def _wait_idle(self, timeout_s: float | None) -> None:
+        with self._idle:
+            self._idle.wait_for(lambda: not self._active, timeout_s)
+
+    def close(self) -> None:
+        """Stop the engine; unfinished requests end with reason "abort"."""
+        with self._idle:
+            self._accepting = False
+        self._batcher.close()
+
+
+# ---------------------------------------------------------------- parameters
+
+
+def check_params(params: SamplingParams, vocab_size: int) -> None:
+    """Check every range once, where a request enters.
+
+    Raises:
+        ParameterError: naming the parameter and its range.
+    """
+    for name, low, high in (
+        ("temperature", 0.0, 2.0),
+        ("min_p", 0.0, 1.0),
+        ("presence_penalty", -2.0, 2.0),
+        ("frequency_penalty", -2.0, 2.0),
+    ):
+        if not low <= getattr(params, name) <= high:  # "not" also refuses NaN
+            raise ParameterError(f"{name} must be between {low:g} and {high:g}", param=name)
+    if not 0.0 < params.top_p <= 1.0:
+        raise ParameterError("top_p must be above 0 and at most 1", param="top_p")
+    if not 0.0 < params.repetition_penalty <= 100.0:
+        raise ParameterError("repetition_penalty must be above 0 and at most 100", param="repetition_penalty")
+    if params.top_k < 0:
+        raise ParameterError("top_k must be 0 (off) or more", param="top_k")
+    if params.max_tokens is not None and params.max_tokens < 1:
+        raise ParameterError("max_tokens must be at least 1", param="max_tokens")
+    if params.seed is not None and not -(2**63) <= params.seed < 2**63 - MAX_CHOICES:
+        raise ParameterError("seed must be a signed 64-bit integer", param="seed")
+    if len(params.stop) > MAX_STOPS or any(not text for text in params.stop):
+        raise ParameterError(f"stop takes up to {MAX_STOPS} strings, none of them empty", param="stop")
+    if any(not 0 <= token < vocab_size for token in params.stop_token_ids):
+        raise ParameterError(f"token ids must be between 0 and {vocab_size - 1}", param="stop_token_ids")
+    if params.logprobs is not None and not 0 <= params.logprobs <= MAX_TOP_LOGPROBS:
+        raise ParameterError(f"top_logprobs must be between 0 and {MAX_TOP_LOGPROBS}", param="top_logprobs")
+    for token, bias in params.logit_bias.items():
+        if not 0 <= token < vocab_size:
+            raise ParameterError(f"token ids must be between 0 and {vocab_size - 1}", param="logit_bias")
+        if not -100.0 <= bias <= 100.0:
+            raise ParameterError("logit_bias values must be between -100 and 100", param="logit_bias")
