@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -19,7 +18,7 @@ from .errors import ClientError, OstinatoError
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-class Size(click.ParamType):
+class Size(click.ParamType[int]):
     """A size in bytes with an optional unit."""
 
     name = "size"
@@ -199,6 +198,61 @@ def model_fetch(name: str | None, revision: str | None, as_json: bool, **options
         click.echo(f"{local.name} is ready in {local.path} ({local.source})")
 
 
-def run() -> None:
-    """Entry point for ``python -m ostinato``."""
-    sys.exit(main())
+@model.command("list")
+@click.option("--store", type=click.Path(path_type=Path, file_okay=False), help="Model store.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def model_list(as_json: bool, **options: Any) -> None:
+    """Show the models in the store."""
+    from .models.store import ModelStore
+
+    settings = _settings(None, **options)
+    assert settings.store is not None
+    stored = ModelStore(settings.store).list_models()
+    if as_json:
+        click.echo(
+            json.dumps(
+                [
+                    {
+                        "name": item.model.name,
+                        "path": str(item.model.path),
+                        "digest": item.model.weights_digest,
+                        "source": item.model.source,
+                        "size_bytes": item.size_bytes,
+                    }
+                    for item in stored
+                ]
+            )
+        )
+        return
+    for item in stored:
+        click.echo(f"{item.model.name:24} {item.size_bytes / 1e6:8.0f} MB  {item.model.source}")
+    if not stored:
+        click.echo(f"no models in {settings.store}; fetch one with: ostinato model fetch")
+
+
+@model.command("verify")
+@click.argument("name")
+@click.option("--store", type=click.Path(path_type=Path, file_okay=False), help="Model store.")
+def model_verify(name: str, **options: Any) -> None:
+    """Read every file of NAME again and compare its digest."""
+    from .models.progress import RichProgress
+    from .models.store import ModelStore
+
+    settings = _settings(None, **options)
+    assert settings.store is not None
+    with RichProgress() as progress:
+        local = ModelStore(settings.store).verify(name, progress=progress)
+    click.echo(f"{local.name} is whole ({local.weights_digest})")
+
+
+@model.command("remove")
+@click.argument("name")
+@click.option("--store", type=click.Path(path_type=Path, file_okay=False), help="Model store.")
+def model_remove(name: str, **options: Any) -> None:
+    """Remove NAME from the store."""
+    from .models.store import ModelStore
+
+    settings = _settings(None, **options)
+    assert settings.store is not None
+    freed = ModelStore(settings.store).remove(name)
+    click.echo(f"removed {name}; {freed / 1e6:.0f} MB are free again")

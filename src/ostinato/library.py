@@ -145,7 +145,8 @@ def build_runtime(settings: Settings, clock: Clock, progress: Any = None) -> Run
     import torch
 
     from .engines.batching import Batcher, BatchingSettings
-    from .engines.hf import PagedRunner, StatefulRunner, load_model
+    from .engines.hf import load_model
+    from .engines.runners import PagedRunner, StatefulRunner
     from .kv.hashing import Namespace
     from .kv.manager import KVManager
     from .models.fetch import fetch

@@ -5,9 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from datetime import datetime
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from .types import Rendered, TokenArray
+if TYPE_CHECKING:
+    from .types import Rendered, TokenArray
 
 
 class Clock(Protocol):

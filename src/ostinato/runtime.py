@@ -307,7 +307,7 @@ class Runtime:
     # ------------------------------------------------------------ answers
 
     def start(self, prepared: Prepared, deliver: Callable[[Chunk], None]) -> RequestHandle:
-        """Accept a request. ``deliver`` gets its chunks in the engine's thread: it must neither wait nor raise.
+        """Accept a request. ``deliver`` gets its chunks in the engine's thread: it must not wait or raise.
 
         Raises:
             ShuttingDownError: no more requests are taken.

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from ostinato.engines.batching import Batcher, BatchingSettings, Sequence, SequenceStats
-from ostinato.engines.hf import LoadedModel, PagedRunner, StatefulRunner
+from ostinato.engines.runners import LoadedModel, PagedRunner, StatefulRunner
 from ostinato.kv.hashing import Namespace
 from ostinato.kv.manager import KVManager
 from ostinato.ports import SystemClock

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from engines.driver import Flips, Harness, harness, reference
 from engines.models import PAGED, STATEFUL, VOCAB, build
-from ostinato.engines.hf import LoadedModel, observe_model
+from ostinato.engines.hf import observe_model
+from ostinato.engines.runners import LoadedModel
 
 _loaded: dict[str, LoadedModel] = {}
 
@@ -57,6 +58,7 @@ def test_cold_warm_and_mid_block(name: str, block_size: int, flips: Flips) -> No
 def test_a_conversation_pays_only_its_new_tokens(name: str, flips: Flips) -> None:
     own = build(name, own=True)
     prompt = tokens(5, 21)
+    previous = 0
     with harness(loaded(name)) as engine:
         for turn in range(4):
             answer = engine.generate(prompt, 7)

@@ -91,7 +91,8 @@ class Sequence:
         max_new_tokens: int,
         stop_token_ids: frozenset[int],
     ) -> None:
-        assert len(prompt) > 0 and max_new_tokens > 0
+        assert len(prompt) > 0, "a sequence has at least one token"
+        assert max_new_tokens > 0, "a sequence asks for at least one token"
         self.id = -1
         self.params = params
         self.namespace = namespace

@@ -28,7 +28,8 @@ class PackedLinear(nn.Module):
         super().__init__()
         self.in_features = linear.in_features
         self.out_features = linear.out_features
-        self._bias = None if linear.bias is None else linear.bias.detach()
+        bias: Tensor | None = linear.bias
+        self._bias = None if bias is None else bias.detach()
         self._packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), _EXPECTED_ROWS)
 
     def forward(self, rows: Tensor) -> Tensor:
@@ -36,13 +37,13 @@ class PackedLinear(nn.Module):
         return output
 
 
-def can_pack(model: nn.Module) -> bool:
-    """Whether this build of torch can pack the weights of ``model`` where they are."""
+def can_pack(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether this build of torch can pack weights of ``dtype`` on ``device``."""
     operators = torch.ops.mkldnn
     return (
-        model.device.type == "cpu"
-        and model.dtype == torch.float32
-        and torch.backends.mkldnn.is_available()
+        device.type == "cpu"
+        and dtype == torch.float32
+        and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
         and hasattr(operators, "_reorder_linear_weight")
         and hasattr(operators, "_linear_pointwise")
     )
@@ -50,7 +51,7 @@ def can_pack(model: nn.Module) -> bool:
 
 @torch.inference_mode()
 def pack_linears(model: nn.Module) -> int:
-    """Replace the linear layers of ``model`` by packed ones, freeing the weights they had; returns how many."""
+    """Replace the linear layers of ``model`` by packed ones and free their weights; returns how many."""
     embeddings = {module.weight.data_ptr() for module in model.modules() if isinstance(module, nn.Embedding)}
     num_packed = 0
     for parent in list(model.modules()):

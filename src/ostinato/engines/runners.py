@@ -1,0 +1,269 @@
+"""Executing plans on a transformers model: with KV in the arena, or with the model's own state.
+
+A model is run through transformers' public attention seam: :func:`paged_attention` is registered under a
+name, the model calls it for every layer with the rows' queries, keys (already rotated) and values, and it
+writes them to the arena and attends to where they lie. No cache object of transformers is involved.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import AttentionInterface
+
+from ..kv.arena import Arena, LayerShape
+from ..types import Plan, Run, SamplingParams, SequencePlan, TokenArray
+from .attention import LayerRule, Rows, Step, attend_step
+from .base import RunnerInfo, Sampled
+from .sampling import Sampler
+
+ATTENTION_NAME = "ostinato"
+KV_LAYOUT_VERSION = "heads-slots-1"
+
+
+@dataclass(slots=True)
+class Probe:
+    """Records how a model calls attention, layer by layer."""
+
+    shapes: dict[int, LayerShape] = field(default_factory=dict)
+    rules: dict[int, LayerRule] = field(default_factory=dict)
+    problem: str | None = None
+
+
+@dataclass(slots=True)
+class _Running:
+    """What travels with a forward call to our attention function."""
+
+    step: Step
+    arena: Arena
+    rules: Mapping[int, LayerRule]
+
+
+def paged_attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    ostinato: _Running | Probe | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    layer: int = module.layer_idx  # type: ignore[assignment]
+    if isinstance(ostinato, _Running):
+        output = attend_step(
+            ostinato.step, ostinato.arena, layer, ostinato.rules[layer], query, key, value, s_aux
+        )
+        return output, None
+    assert isinstance(ostinato, Probe), "the model does not pass keyword arguments on to its attention"
+    if layer in ostinato.shapes:
+        ostinato.problem = f"layer {layer} attends more than once"
+    if attention_mask is not None:
+        ostinato.problem = "it makes its own attention masks"
+    if not getattr(module, "is_causal", True):
+        ostinato.problem = f"layer {layer} is not causal"
+    ostinato.shapes[layer] = LayerShape(key.shape[1], key.shape[3], value.shape[3])
+    ostinato.rules[layer] = LayerRule(
+        scaling if scaling is not None else key.shape[3] ** -0.5, sliding_window, softcap
+    )
+    return value.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[3]), None
+
+
+AttentionInterface.register(ATTENTION_NAME, paged_attention)
+
+
+@dataclass(slots=True)
+class LoadedModel:
+    """A model in memory and what was observed of its KV.
+
+    ``reuse_reason`` is ``None`` where KV can be cut at a token. Where it cannot, ``keeps_state`` says whether
+    transformers' own state can stand for a sequence among others; if not, each step computes all of it.
+    """
+
+    model: Any
+    device: torch.device
+    dtype: torch.dtype
+    max_model_len: int
+    vocab_size: int
+    layers: tuple[LayerShape, ...]
+    rules: Mapping[int, LayerRule]
+    rotary: str
+    eos_token_ids: frozenset[int]
+    reuse_reason: str | None
+    keeps_state: bool = False
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        return Arena.bytes_per_slot(self.layers, self.dtype)
+
+    @property
+    def info(self) -> RunnerInfo:
+        shapes = [[s.kv_heads, s.key_dim, s.value_dim] for s in self.layers]
+        return RunnerInfo(
+            max_model_len=self.max_model_len,
+            vocab_size=self.vocab_size,
+            kv_bytes_per_token=self.kv_bytes_per_token,
+            kv_layout=json.dumps([KV_LAYOUT_VERSION, shapes]),
+            kv_dtype=str(self.dtype),
+            rotary=self.rotary,
+            reuse=self.reuse_reason is None,
+            reuse_reason=self.reuse_reason,
+            chunked=self.reuse_reason is None,
+        )
+
+
+def forward(loaded: LoadedModel, arena: Arena, sequences: tuple[SequencePlan, ...]) -> Tensor:
+    """All rows of all sequences in one forward call; logits ``[sampled sequences, vocabulary]``."""
+    device = loaded.device
+    rows: list[Rows] = []
+    sampled: list[int] = []
+    end = 0
+    for sequence in sequences:
+        start, end = end, end + len(sequence.tokens)
+        rows.append(Rows(start, end, int(sequence.positions[0]), sequence.past, _attended(sequence)))
+        if sequence.sample:
+            sampled.append(end - 1)
+    slots = np.concatenate([sequence.slots for sequence in sequences])
+    tokens = np.concatenate([sequence.tokens for sequence in sequences])
+    positions = np.concatenate([sequence.positions for sequence in sequences])
+    step = Step(tuple(rows), torch.from_numpy(slots.astype(np.int64)).to(device))
+    output = loaded.model(
+        input_ids=torch.from_numpy(tokens.astype(np.int64)).to(device).unsqueeze(0),
+        position_ids=torch.from_numpy(positions.astype(np.int64)).to(device).unsqueeze(0),
+        use_cache=False,
+        logits_to_keep=torch.tensor(sampled, dtype=torch.long, device=device),
+        ostinato=_Running(step, arena, loaded.rules),
+    )
+    logits: Tensor = output.logits[0]
+    return logits
+
+
+def _attended(sequence: SequencePlan) -> tuple[Run, ...]:
+    """Past and own row as runs, joined where they meet; only needed for a single row."""
+    if len(sequence.tokens) != 1:
+        return ()
+    own = Run(int(sequence.slots[0]), int(sequence.positions[0]), 1)
+    if sequence.past:
+        last = sequence.past[-1]
+        if last.slot + last.length == own.slot and last.position + last.length == own.position:
+            return (*sequence.past[:-1], Run(last.slot, last.position, last.length + 1))
+    return (*sequence.past, own)
+
+
+class _Samplers:
+    """Samplers of the open sequences."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self._vocab_size = vocab_size
+        self._samplers: dict[int, Sampler] = {}
+
+    def open(self, sequence_id: int, prompt: TokenArray, params: SamplingParams) -> None:
+        self._samplers[sequence_id] = Sampler(params, prompt, self._vocab_size)
+
+    def sample(self, sequence_ids: list[int], logits: Tensor) -> dict[int, Sampled]:
+        return {
+            sequence_id: self._samplers[sequence_id].sample(row)
+            for sequence_id, row in zip(sequence_ids, logits, strict=True)
+        }
+
+    def close(self, sequence_id: int) -> None:
+        self._samplers.pop(sequence_id, None)
+
+
+class PagedRunner:
+    """Runs plans on a model whose KV can be cut, in an arena of ``num_slots`` tokens."""
+
+    def __init__(self, loaded: LoadedModel, num_slots: int) -> None:
+        assert loaded.reuse_reason is None, "this model needs a StatefulRunner"
+        self._loaded = loaded
+        self._arena = Arena(loaded.layers, num_slots, dtype=loaded.dtype, device=loaded.device)
+        self._samplers = _Samplers(loaded.vocab_size)
+        self.info = loaded.info
+
+    def open(self, sequence_id: int, prompt: TokenArray, params: SamplingParams) -> None:
+        self._samplers.open(sequence_id, prompt, params)
+
+    @torch.inference_mode()
+    def execute(self, plan: Plan) -> dict[int, Sampled]:
+        for copy in plan.copies:
+            self._arena.copy(copy)
+        if not plan.sequences:
+            return {}
+        logits = forward(self._loaded, self._arena, plan.sequences)
+        return self._samplers.sample([s.sequence_id for s in plan.sequences if s.sample], logits)
+
+    def release_state(self, sequence_id: int) -> None:
+        """Nothing to do: what a sequence computed lies in slots, which its lease gives back."""
+
+    def close(self, sequence_id: int) -> None:
+        self._samplers.close(sequence_id)
+
+
+class StatefulRunner:
+    """Runs a model whose state cannot be cut: one state a sequence, prompts in one piece, no reuse.
+
+    Slots in plans are only accounting here; the state is transformers' own, advanced as ``generate`` does
+    it. Without ``keep_state`` there is none, and each step computes the whole sequence again.
+    """
+
+    def __init__(self, loaded: LoadedModel, *, keep_state: bool | None = None) -> None:
+        assert loaded.reuse_reason is not None, "this model's KV can be cut: use a PagedRunner"
+        self._loaded = loaded
+        self._keep_state = loaded.keeps_state if keep_state is None else keep_state
+        self._samplers = _Samplers(loaded.vocab_size)
+        self._states: dict[int, dict[str, Any]] = {}
+        self._tokens: dict[int, Tensor] = {}
+        self.info = loaded.info
+
+    def open(self, sequence_id: int, prompt: TokenArray, params: SamplingParams) -> None:
+        self._samplers.open(sequence_id, prompt, params)
+
+    @torch.inference_mode()
+    def execute(self, plan: Plan) -> dict[int, Sampled]:
+        sampled: dict[int, Sampled] = {}
+        for sequence in plan.sequences:
+            logits = self.advance(sequence)
+            if sequence.sample:
+                sampled |= self._samplers.sample([sequence.sequence_id], logits)
+        return sampled
+
+    def advance(self, sequence: SequencePlan) -> Tensor:
+        """Take in a sequence's rows; the logits of the last one, ``[1, vocabulary]``."""
+        model, sequence_id = self._loaded.model, sequence.sequence_id
+        new = torch.from_numpy(sequence.tokens.astype(np.int64)).to(self._loaded.device).unsqueeze(0)
+        is_first = int(sequence.positions[0]) == 0
+        tokens = new if is_first else torch.cat([self._tokens[sequence_id], new], dim=1)
+        self._tokens[sequence_id] = tokens
+        if not self._keep_state:
+            logits: Tensor = model(input_ids=tokens, use_cache=False).logits[0, -1:]
+            return logits
+        state = (
+            {"use_cache": True, "attention_mask": torch.ones_like(new)}
+            if is_first
+            else self._states[sequence_id]
+        )
+        inputs = model.prepare_inputs_for_generation(
+            tokens, next_sequence_length=new.shape[1], is_first_iteration=is_first, **state
+        )
+        output = model(**inputs, return_dict=True)
+        self._states[sequence_id] = model._update_model_kwargs_for_generation(output, state)
+        logits = output.logits[0, -1:]
+        return logits
+
+    def release_state(self, sequence_id: int) -> None:
+        self._states.pop(sequence_id, None)
+        self._tokens.pop(sequence_id, None)
+
+    def close(self, sequence_id: int) -> None:
+        self.release_state(sequence_id)
+        self._samplers.close(sequence_id)
