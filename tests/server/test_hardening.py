@@ -176,6 +176,18 @@ def test_a_pipelined_request_is_left_unanswered(running: Running) -> None:
             assert connection.is_closed_by_server()
 
 
+def test_what_follows_a_request_cannot_break_its_answer(start: Start) -> None:
+    running = start(engine={"step_s": 0.01})
+    with running.connect() as connection:
+        connection.send_request(
+            "POST", CHAT, chat_body("whole " * 5, stream=True), content_type="application/json"
+        )
+        assert running.engine.wait_running(1, 5)
+        for _ in range(50):
+            connection.send(b"GET /health HTTP/1.1\r\nx-long: " + b"y" * 10_000)
+        assert connection.read_reply().events()[-1] == "[DONE]"
+
+
 def test_a_pipelining_client_that_leaves_is_noticed(start: Start) -> None:
     running = start()
     with running.connect() as connection:

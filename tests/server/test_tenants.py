@@ -63,6 +63,19 @@ def test_an_unknown_caller_cannot_make_us_read_a_body(start: Start) -> None:
         assert connection.is_closed_by_server()
 
 
+def test_a_trailer_is_no_header(start: Start) -> None:
+    """Proxies that strip a client's headers may pass its trailers on."""
+    running = start(api_keys=KEYS)
+    body = chat_body("x")
+    with running.connect() as connection:
+        connection.send(
+            b"POST /v1/chat/completions HTTP/1.1\r\nhost: t\r\ncontent-type: application/json\r\n"
+            b"transfer-encoding: chunked\r\n\r\n%x\r\n%b\r\n0\r\nauthorization: Bearer sk-anna\r\n\r\n"
+            % (len(body), body)
+        )
+        assert connection.read_reply().error(401)
+
+
 def test_tenants_do_not_meet_in_the_cache(start: Start) -> None:
     running = start(api_keys=KEYS)
     said = "a long and private question"
