@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.utils import logging as hf_logging
 
 from ..errors import ModelCorruptError, ModelUnsupportedError
 from ..kv.arena import Arena
@@ -54,14 +56,26 @@ def load_model(
     """
     try:
         config = AutoConfig.from_pretrained(path, local_files_only=True)
-        model = AutoModelForCausalLM.from_pretrained(
-            path, config=config, dtype=dtype, local_files_only=True, use_safetensors=True
-        )
+        with _without_progress_bar():  # it lasts a fraction of a second, and the terminal is not ours
+            model = AutoModelForCausalLM.from_pretrained(
+                path, config=config, dtype=dtype, local_files_only=True, use_safetensors=True
+            )
     except (ValueError, KeyError, ImportError) as error:
         raise ModelUnsupportedError(f"cannot load the model in {path}: {error}") from error
     except (OSError, RuntimeError) as error:
         raise ModelCorruptError(f"cannot read the model in {path}: {error}") from error
     return observe_model(model.to(device).eval(), max_model_len=max_model_len)
+
+
+@contextmanager
+def _without_progress_bar() -> Iterator[None]:
+    was_on = hf_logging.is_progress_bar_enabled()
+    hf_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if was_on:
+            hf_logging.enable_progress_bar()
 
 
 def observe_model(model: Any, *, max_model_len: int | None = None) -> LoadedModel:
