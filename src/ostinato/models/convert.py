@@ -27,6 +27,11 @@ from .weights_file import Layout, ResumableWriter, layout_of
 
 _CONVERTER = 1
 _LINK = "model.gguf"
+# What building a model or a tokenizer from a stranger's metadata may raise: it reaches every constructor.
+_FOREIGN_ERRORS = (
+    *(ValueError, LookupError, TypeError, AttributeError, ArithmeticError, AssertionError),
+    *(RuntimeError, ImportError),
+)
 
 
 def convert_gguf(source: Path, work: Path, *, source_digest: str, progress: Progress | None = None) -> Path:
@@ -127,7 +132,7 @@ def _model_of(lonely: Path, header: GgufHeader, source: Path) -> Any:
         check_architecture(config.to_dict(), str(source))
         with torch.device("meta"):
             return AutoModelForCausalLM.from_config(config)
-    except (ValueError, LookupError, TypeError, NotImplementedError, StrictDataclassError) as error:
+    except (*_FOREIGN_ERRORS, StrictDataclassError) as error:
         raise ModelUnsupportedError(
             f"transformers {_version('transformers')} cannot read the GGUF architecture"
             f" {header.architecture!r} of {source} ({one_line(error)}). Use the model's safetensors folder"
@@ -181,7 +186,7 @@ def _write_tokenizer(out: Path, plan: _Plan) -> None:
         chosen = TokenizersBackend
     try:
         tokenizer = chosen.from_pretrained(str(plan.lonely.parent), gguf_file=plan.lonely.name)
-    except (ValueError, LookupError, TypeError, ImportError) as error:
+    except _FOREIGN_ERRORS as error:
         raise ModelUnsupportedError(
             f"transformers {_version('transformers')} cannot build the tokenizer of {plan.source} (kind"
             f" {plan.header.metadata.get('tokenizer.ggml.model')!r}: {one_line(error)}). Use the model's"

@@ -15,7 +15,7 @@ from ostinato.errors import ModelUnavailableError, StorageFullError
 # Beside the big file there are small ones: tokenizer, manifest, journal, directory blocks.
 _MARGIN_BYTES = 4 << 20
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
-_FORBIDDEN = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
+_FORBIDDEN = frozenset({errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST})
 
 
 def require_space(folder: Path, needed_bytes: int, purpose: str) -> None:
@@ -54,8 +54,8 @@ def disk_errors(purpose: str, folder: Path) -> Iterator[None]:
             ) from error
         if error.errno in _FORBIDDEN:
             raise ModelUnavailableError(
-                f"{purpose} may not use {error.filename or folder} ({error.strerror}). Give this user the"
-                " right to it, or point XDG_CACHE_HOME to another folder."
+                f"{purpose} cannot use {error.filename or folder} ({error.strerror}). Make it a folder that"
+                " this user may write, or point XDG_CACHE_HOME to another one."
             ) from error
         raise
 

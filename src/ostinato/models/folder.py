@@ -42,6 +42,9 @@ def inspect_folder(path: Path) -> ModelFolder:
     """
     config = read_config(path)
     weight_files = find_weights(path)
+    for name in (TOKENIZER_FILE, "tokenizer_config.json", "generation_config.json"):
+        if (path / name).is_file():
+            read_json(path / name)
     for name in weight_files:
         if name.endswith(".safetensors"):
             check_safetensors(path / name)

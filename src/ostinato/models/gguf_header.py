@@ -209,4 +209,4 @@ def _refuse_special_kinds(metadata: Mapping[str, Scalar], path: Path) -> None:
         )
     kind = metadata.get("general.type", "model")
     if kind != "model":
-        raise ModelUnsupportedError(f"{path} holds a {kind}, not a whole model.")
+        raise ModelUnsupportedError(f"{path} is of the kind {kind!r}, not a whole model.")

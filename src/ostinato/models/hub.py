@@ -129,7 +129,7 @@ def _require_model(source: HubSource, sizes: Mapping[str, int]) -> None:
 
 def _download(source: HubSource, names: list[str], advance: Callable[[int], None]) -> Path:
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
+    from huggingface_hub.errors import HTTPError, OfflineModeIsEnabled
 
     try:
         path = snapshot_download(
@@ -141,7 +141,11 @@ def _download(source: HubSource, names: list[str], advance: Callable[[int], None
             allow_patterns=names,
             tqdm_class=_silent_bar(advance),
         )
-    except (HTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled) as error:
+    except (HTTPError, OfflineModeIsEnabled) as error:
+        raise hub_error(source, error) from error
+    except OSError as error:
+        if error.errno is not None:  # the disk's, not the hub's
+            raise
         raise hub_error(source, error) from error
     return Path(path)
 
@@ -210,6 +214,6 @@ def hub_error(source: HubSource, error: Exception) -> ModelError:
         reason = " ".join(str(error).split())[:200] or type(error).__name__
         message = (
             f"The model hub cannot be reached ({reason}), and {name} is not in the local cache. Check the"
-            " network and proxy; behind a mirror set HF_ENDPOINT."
+            " network and proxy; behind a mirror set HF_ENDPOINT. A broken download goes on next time."
         )
     return ModelUnavailableError(message)

@@ -17,6 +17,7 @@ disk). So there is no weaker mode that would trust time stamps.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import logging
 import os
@@ -315,8 +316,10 @@ class ModelStore:
                 manifest = Manifest.read(folder)
             except (ModelCorruptError, ModelUnsupportedError) as error:
                 _log.warning("%s", error)
+            except FileNotFoundError:  # another process removed it just now
                 continue
-            yield folder, manifest
+            else:
+                yield folder, manifest
 
     def _key(self, name: str) -> str:
         if (stored := self.find(name)) is not None:
@@ -380,5 +383,12 @@ def _version() -> str:
 
 
 def _size_and_time(folder: Path) -> tuple[int, float]:
-    stats = [p.lstat() for p in (folder, *folder.rglob("*"))]
-    return sum(s.st_size for s in stats), max(s.st_mtime for s in stats)
+    """Bytes below a folder and the newest time in it, while others may be deleting there."""
+    size_bytes, newest_s = 0, 0.0
+    for parent, _, names in os.walk(folder):
+        for name in (".", *names):
+            with contextlib.suppress(FileNotFoundError):
+                status = Path(parent, name).lstat()
+                size_bytes += status.st_size
+                newest_s = max(newest_s, status.st_mtime)
+    return size_bytes, newest_s

