@@ -78,6 +78,10 @@ class TemplateError(ClientError):
 
     code = "template_error"
 
+    def __init__(self, message: str, *, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+
 
 class PromptTooLongError(ClientError):
     """More tokens than the model, or the KV capacity, can take."""

@@ -1,6 +1,6 @@
 """The frozen values that flow from stage to stage (docs/design: "One way through").
 
-Token arrays are one-dimensional ``numpy.int32``; ranges are half-open.
+Token arrays are one-dimensional ``numpy.int32``, arrays of block ids ``numpy.intp``; ranges are half-open.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 TokenArray: TypeAlias = npt.NDArray[np.int32]
+BlockIds: TypeAlias = npt.NDArray[np.intp]
 FinishReason: TypeAlias = Literal["stop", "length", "abort", "error"]
 
 # ---------------------------------------------------------------- meaning
@@ -29,13 +30,17 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One message. ``content`` may be empty; a ``tool`` message names its call by ``tool_call_id``."""
+    """One message. ``content`` may be empty; a ``tool`` message names its call by ``tool_call_id``.
+
+    ``reasoning`` is what the assistant thought before it answered; most templates drop it from earlier turns.
+    """
 
     role: str
     content: str = ""
     name: str | None = None
     tool_calls: tuple[ToolCall, ...] = ()
     tool_call_id: str | None = None
+    reasoning: str = ""
 
 
 @dataclass(frozen=True, slots=True)

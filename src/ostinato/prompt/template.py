@@ -1,0 +1,145 @@
+"""Templates: from a conversation to the complete prompt, as text and markers.
+
+The contract of every template: what it renders is *complete*. BOS stands in it where the format has one, and
+the generation prompt where one is asked for; nobody adds text or tokens afterwards.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, Protocol
+
+from blake3 import blake3
+
+from ..errors import ParameterError
+from ..ports import Clock
+from ..types import Conversation, Rendered
+from .families import FAMILIES, Family
+from .jinja import JinjaTemplate
+from .sandbox import Limits
+from .tokens import HFTokenizer
+
+__all__ = [
+    "FunctionTemplate",
+    "JinjaTemplate",
+    "Limits",
+    "Template",
+    "chatml",
+    "named_template",
+    "template_for",
+]
+
+
+class Template(Protocol):
+    """How a model's conversations are written down."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def identity(self) -> str:
+        """Versioned digest (``b3:…``) of everything that decides the rendering."""
+
+    def render(self, conversation: Conversation, *, add_generation_prompt: bool = True) -> Rendered:
+        """The complete prompt for a valid conversation.
+
+        Raises:
+            TemplateError: the template cannot express this conversation.
+        """
+
+
+class FunctionTemplate:
+    """A chat format written as a function (:mod:`ostinato.prompt.families`).
+
+    Args:
+        family: the format.
+        options: what to set otherwise than the format's default.
+
+    Raises:
+        ParameterError: the format knows no such option.
+    """
+
+    def __init__(self, family: Family, **options: Any) -> None:
+        for option in options:
+            if option not in family.options:
+                raise ParameterError(f"the {family.name} template has no option {option!r}", param="template")
+        self.name = family.name
+        self._write = family.write
+        self._options = {**family.options, **options}
+        canonical = json.dumps(
+            [family.name, family.version, self._options], sort_keys=True, separators=(",", ":")
+        )
+        self.identity = "b3:" + blake3(canonical.encode()).hexdigest()
+
+    def render(self, conversation: Conversation, *, add_generation_prompt: bool = True) -> Rendered:
+        """The complete prompt; segments name the message they come from.
+
+        Raises:
+            TemplateError: the format cannot express this conversation.
+        """
+        return Rendered(tuple(self._write(conversation, add_generation_prompt, **self._options)))
+
+
+def chatml(*, default_system: str | None = None) -> FunctionTemplate:
+    """ChatML; ``default_system`` is written where a conversation does not begin with a system message."""
+    return FunctionTemplate(FAMILIES["chatml"], default_system=default_system)
+
+
+def named_template(name: str, **options: Any) -> FunctionTemplate:
+    """The chat format of that name.
+
+    Raises:
+        ParameterError: there is none of that name, or it has no such option.
+    """
+    if name not in FAMILIES:
+        raise ParameterError(
+            f"there is no template {name!r}; there are {', '.join(sorted(FAMILIES))}", param="template"
+        )
+    return FunctionTemplate(FAMILIES[name], **options)
+
+
+def template_for(
+    tokenizer: HFTokenizer, choice: str = "auto", *, clock: Clock, nonce: str, limits: Limits | None = None
+) -> Template | None:
+    """The template to use with a model.
+
+    Args:
+        tokenizer: the model's.
+        choice: ``auto`` (the model's own; ``None`` where it has none), the name of a chat format, or the path
+            of a file with a Jinja template.
+        clock: for templates that print the date, and for their time limit.
+        nonce: a secret random text of digits, new with every process.
+        limits: what one rendering may take.
+
+    Raises:
+        ParameterError: there is no such format or file.
+        TemplateError: the template is not valid Jinja.
+    """
+    if choice in FAMILIES:
+        return named_template(choice)
+    tool_source = None
+    if choice == "auto":
+        source = tokenizer.chat_template
+        if source is None:
+            return None
+        tool_source = tokenizer.chat_templates.get("tool_use")
+        name = "model"
+    else:
+        file = Path(choice)
+        if not file.is_file():
+            raise ParameterError(
+                f"{choice!r} is neither a template's name ({', '.join(sorted(FAMILIES))}) nor a file",
+                param="template",
+            )
+        source, name = file.read_text(encoding="utf-8"), file.name
+    return JinjaTemplate(
+        source,
+        special_tokens=tokenizer.special_tokens,
+        nonce=nonce,
+        clock=clock,
+        named_tokens=tokenizer.named_tokens,
+        tool_source=tool_source,
+        name=name,
+        limits=limits,
+    )
