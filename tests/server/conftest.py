@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -95,6 +96,13 @@ def running() -> Iterator[Running]:
 
 
 @pytest.fixture(scope="module")
-def server_url(running: Running) -> str:
-    """Where the tests with the official client find a server; any that serves one model will do."""
-    return running.url
+def server_url(request: pytest.FixtureRequest) -> str:
+    """Where the tests with the official client find a server; any that serves one model will do.
+
+    ``OSTINATO_TEST_URL`` names one that runs already (``http://host:port``, without keys).
+    """
+    url = os.environ.get("OSTINATO_TEST_URL")
+    if url is None:
+        running: Running = request.getfixturevalue("running")
+        url = running.url
+    return url

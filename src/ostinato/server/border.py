@@ -124,8 +124,8 @@ class Border:
             failure = Failure(_CLIENT_CLOSED, "The client went away.", "client_closed")
         except (OstinatoError, HTTPException) as error:
             failure = failure_of(error)
-            if failure.status >= 500:
-                logger.warning("%s failed", request_id, exc_info=error)
+            if failure.status == 500:  # 503 is no fault, and what a client did wrong it is told itself
+                logger.error("%s failed in the engine", request_id, exc_info=error)
             await exchange.fail(failure)
         except Exception as error:
             logger.exception("%s failed: a bug in the server", request_id)

@@ -7,6 +7,7 @@ import contextlib
 import logging
 import signal
 import socket
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -23,6 +24,9 @@ from .settings import ServerSettings
 logger = logging.getLogger("ostinato.server")
 
 _FLUSH_TIMEOUT_S: Final = 5  # after the drain: for clients to read the end of their answers
+# How long the engine's thread may keep the interpreter while the loop waits for it with a first byte. The
+# default of 5 ms is longer than all the rest of the way; with this the median is 0.1 to 0.4 ms less.
+_SWITCH_INTERVAL_S: Final = 0.0005
 _SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -36,7 +40,12 @@ def serve(app: Starlette, settings: ServerSettings, ready: Callable[[str], None]
     Raises:
         OSError: the address cannot be had.
     """
-    Server(app, settings, ready).run_until_stopped()
+    previous_s = sys.getswitchinterval()
+    sys.setswitchinterval(_SWITCH_INTERVAL_S)
+    try:
+        Server(app, settings, ready).run_until_stopped()
+    finally:
+        sys.setswitchinterval(previous_s)
 
 
 class Server(uvicorn.Server):
