@@ -52,6 +52,19 @@ FAULTS = {
 }
 
 
+class ByteStream:
+    """Bytes to text as it comes; special tokens say nothing."""
+
+    def __init__(self) -> None:
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def push(self, token_id: int) -> str:
+        return self._decoder.decode(bytes([token_id])) if token_id < EOS else ""
+
+    def finish(self) -> str:
+        return self._decoder.decode(b"", final=True)
+
+
 class ByteTokenizer:
     """A token is a byte; two more are special."""
 
@@ -76,6 +89,9 @@ class ByteTokenizer:
     def token_bytes(self, token_id: int) -> bytes:
         names = {token: text for text, token in self.special_tokens.items()}
         return names[token_id].encode() if token_id >= EOS else bytes([token_id])
+
+    def text_stream(self) -> ByteStream:
+        return ByteStream()
 
     def _segment(self, text: str, is_marker: bool) -> TokenArray:
         return np.array([self.special_tokens[text]], dtype=np.int32) if is_marker else self.encode(text)
@@ -106,9 +122,7 @@ class EchoHealth:
 class _Choice:
     index: int
     position: int = 0
-    decoder: codecs.IncrementalDecoder = field(
-        default_factory=lambda: codecs.getincrementaldecoder("utf-8")(errors="replace")
-    )
+    text: ByteStream = field(default_factory=ByteStream)
 
 
 @dataclass(slots=True, eq=False)
@@ -310,7 +324,7 @@ class EchoEngine:
             choice.position += 1
             request.num_tokens += 1
             logprobs = () if params.logprobs is None else (_logprob(token, params.logprobs),)
-            text = choice.decoder.decode(self.tokenizer.token_bytes(token))
+            text = choice.text.push(token)
             request.sink(Chunk(choice.index, text, (token,), logprobs))
 
     def _end(self, request: EchoRequest, reason: FinishReason, error: Exception | None) -> None:
@@ -326,7 +340,7 @@ class EchoEngine:
         error: Exception | None = None,
     ) -> None:
         request.choices.remove(choice)
-        text = choice.decoder.decode(b"", final=True)
+        text = choice.text.finish()
         last = Chunk(choice.index, text, finish_reason=reason, stop_reason=stop_reason, error=error)
         if request.choices:
             request.sink(last)
