@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import jinja2
 import jinja2.nodes
-from blake3 import blake3
 
 from ..errors import TemplateError
 from ..ports import Clock
 from ..types import Conversation, Message, Rendered, Segment
+from .conversation import ROLES
+from .identity import identity_of
+from .prefill import cut_at_end, with_end
 from .sandbox import Limits, SandboxedTemplate
 from .trust import Disguise, map_strings
 
@@ -70,6 +72,7 @@ class JinjaTemplate:
         limits: Limits | None = None,
     ) -> None:
         self.name = name
+        self.roles: Sequence[str] = ROLES
         self._fixed = {**(named_tokens or {}), **(variables or {})}
         self._disguise = Disguise(special_tokens, nonce)
         limits = limits or Limits()
@@ -77,17 +80,29 @@ class JinjaTemplate:
         self._tool_form = (
             self._plain_form if tool_source is None else _Form(tool_source, clock, limits, self._disguise)
         )
-        description = [_VERSION, source, tool_source, self._fixed, sorted(special_tokens)]
-        canonical = json.dumps(description, sort_keys=True, separators=(",", ":"))
-        self.identity = "b3:" + blake3(canonical.encode()).hexdigest()
+        self.identity = identity_of(
+            "jinja", _VERSION, source, tool_source, self._fixed, sorted(special_tokens)
+        )
 
-    def render(self, conversation: Conversation, *, add_generation_prompt: bool = True) -> Rendered:
+    def render(
+        self,
+        conversation: Conversation,
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+    ) -> Rendered:
         """The complete prompt; ``message_index`` of its segments is not known.
 
+        ``continue_final_message``: end inside the assistant's last message, instead of with the generation
+        prompt.
+
         Raises:
+            ConversationError: the last message cannot be continued.
             TemplateError: the template refuses the conversation, knows no tools or tool calls where there
                 are some, goes beyond its limits, or would make a special token out of a message's text.
         """
+        if continue_final_message:
+            conversation, add_generation_prompt = with_end(conversation), False
         form = self._tool_form if conversation.tools else self._plain_form
         form.check(conversation)
         messages = [form.message(message) for message in conversation.messages]
@@ -114,7 +129,7 @@ class JinjaTemplate:
         }
         if suspects:
             self._prove(segments, render, suspects, escape)
-        return Rendered(segments)
+        return Rendered(cut_at_end(segments) if continue_final_message else segments)
 
     def _prove(
         self,

@@ -333,6 +333,8 @@ class _Environment(ImmutableSandboxedEnvironment):
 
     def call_binop(self, context: jinja2.runtime.Context, operator: str, left: Any, right: Any) -> Any:
         allowance = _allowance.get()
+        if operator == "+":  # nearly always, and nothing can be too large before it is done
+            return allowance.spend(left + right)
         if operator == "*":
             for sequence, count in ((left, right), (right, left)):
                 if isinstance(sequence, str | list | tuple) and isinstance(count, int):

@@ -6,47 +6,35 @@ the generation prompt where one is asked for; nobody adds text or tokens afterwa
 
 from __future__ import annotations
 
-import json
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
-
-from blake3 import blake3
+from typing import Any
 
 from ..errors import ParameterError
 from ..ports import Clock
 from ..types import Conversation, Rendered
+from .base import Template
+from .conversation import ROLES
 from .families import FAMILIES, Family
+from .identity import identity_of
 from .jinja import JinjaTemplate
+from .prefill import cut_at_end, with_end
+from .rules import CustomRole, MessageRules, RuledTemplate
 from .sandbox import Limits
 from .tokens import HFTokenizer
 
 __all__ = [
+    "CustomRole",
     "FunctionTemplate",
     "JinjaTemplate",
     "Limits",
+    "MessageRules",
+    "RuledTemplate",
     "Template",
     "chatml",
     "named_template",
     "template_for",
 ]
-
-
-class Template(Protocol):
-    """How a model's conversations are written down."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def identity(self) -> str:
-        """Versioned digest (``b3:…``) of everything that decides the rendering."""
-
-    def render(self, conversation: Conversation, *, add_generation_prompt: bool = True) -> Rendered:
-        """The complete prompt for a valid conversation.
-
-        Raises:
-            TemplateError: the template cannot express this conversation.
-        """
 
 
 class FunctionTemplate:
@@ -65,20 +53,28 @@ class FunctionTemplate:
             if option not in family.options:
                 raise ParameterError(f"the {family.name} template has no option {option!r}", param="template")
         self.name = family.name
+        self.roles: Sequence[str] = ROLES
         self._write = family.write
         self._options = {**family.options, **options}
-        canonical = json.dumps(
-            [family.name, family.version, self._options], sort_keys=True, separators=(",", ":")
-        )
-        self.identity = "b3:" + blake3(canonical.encode()).hexdigest()
+        self.identity = identity_of("function", family.name, family.version, self._options)
 
-    def render(self, conversation: Conversation, *, add_generation_prompt: bool = True) -> Rendered:
+    def render(
+        self,
+        conversation: Conversation,
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+    ) -> Rendered:
         """The complete prompt; segments name the message they come from.
 
         Raises:
+            ConversationError: the last message cannot be continued.
             TemplateError: the format cannot express this conversation.
         """
-        return Rendered(tuple(self._write(conversation, add_generation_prompt, **self._options)))
+        if continue_final_message:
+            conversation, add_generation_prompt = with_end(conversation), False
+        segments = tuple(self._write(conversation, add_generation_prompt, **self._options))
+        return Rendered(cut_at_end(segments) if continue_final_message else segments)
 
 
 def chatml(*, default_system: str | None = None) -> FunctionTemplate:

@@ -49,8 +49,8 @@ class Disguise:
         self._markers = re.compile(longest_first(self._tokens))
         lowered = {token.lower() for token in self._tokens}
         self._any_case = re.compile(longest_first(lowered), re.IGNORECASE)
-        # Most text has not even the first two characters of any special token: a quick way to know.
         self._beginnings = sorted({token[:2] for token in lowered})
+        self._first_chars = sorted({case for token in lowered for case in (token[0], token[0].upper())})
         self._prefixes = frozenset(token[:end] for token in lowered for end in range(1, len(token)))
         self._suffixes = frozenset(token[start:] for token in lowered for start in range(1, len(token)))
         self._prefix_ends = frozenset(prefix[-1] for prefix in self._prefixes)
@@ -94,8 +94,7 @@ class Disguise:
 
     def light(self, text: str, escape: str) -> str:
         """``text`` with every special token in it broken, and nothing at its ends that could complete one."""
-        lowered = text.lower()
-        if any(beginning in lowered for beginning in self._beginnings):
+        if self._may_have_token(text):
             # Again and again, because what overlaps a broken token may be one itself.
             while self._any_case.search(text) is not None:
                 text = self._any_case.sub(lambda match: match[0][:1] + escape + match[0][1:], text)
@@ -111,6 +110,13 @@ class Disguise:
         elif len(core) < len(text) and self._begins_with_suffix(text):
             text = escape + text
         return text
+
+    def _may_have_token(self, text: str) -> bool:
+        """A quick look that spares most text the search for all tokens."""
+        if not any(char in text for char in self._first_chars):
+            return False
+        lowered = text.lower()
+        return any(beginning in lowered for beginning in self._beginnings)
 
     def _ends_in_prefix(self, text: str) -> bool:
         if text[-1:].lower() not in self._prefix_ends:
