@@ -122,11 +122,11 @@ class JinjaTemplate:
             return self._disguise.split(form.template.render(variables), escape)
 
         segments = render(lambda text: self._disguise.light(text, escape))
-        suspects = {
+        suspects = [
             text
-            for text in texts
+            for text in dict.fromkeys(texts)
             if self._disguise.is_suspect(text, is_cut=form.cuts_text, is_wrapped=form.leads_into_token)
-        }
+        ]
         if suspects:
             self._prove(segments, render, suspects, escape)
         return Rendered(cut_at_end(segments) if continue_final_message else segments)
@@ -135,13 +135,17 @@ class JinjaTemplate:
         self,
         segments: tuple[Segment, ...],
         render: Callable[[Callable[[str], str]], tuple[Segment, ...]],
-        suspects: Collection[str],
+        suspects: list[str],
         escape: str,
     ) -> None:
         """Check that the markers are the template's own, by a rendering that can have no others."""
+        numbers = {text: number for number, text in enumerate(suspects)}
 
         def hide(text: str) -> str:
-            return self._disguise.heavy(text) if text in suspects else self._disguise.light(text, escape)
+            number = numbers.get(text)
+            return (
+                self._disguise.light(text, escape) if number is None else self._disguise.heavy(text, number)
+            )
 
         refusal = TemplateError(
             "the chat template would make a special token out of parts of a message: "

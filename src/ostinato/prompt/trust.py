@@ -8,9 +8,9 @@ the rendered string are then the template's own, and taking the escape out gives
 Two disguises exist. The **light** one touches nothing but special tokens' text (in any letter case) and
 fragments of it at the ends of a string, so that templates which look into the content see what they
 expect. It is proof against everything but a template that cuts content up and joins the parts again. For
-such templates there is the **heavy** one, which breaks a text at every character; under it no cutting and
-joining makes a special token. It disturbs templates that look into content, so its rendering only serves
-as the proof: both must show the same special tokens.
+such templates there is the **heavy** one, which puts other characters for a text's own, as many; under it
+nothing the user wrote is left to make a special token of. Templates that look into content take it for
+another, so its rendering only serves as the proof: both must show the same special tokens.
 """
 
 from __future__ import annotations
@@ -57,7 +57,9 @@ class Disguise:
         self._suffix_starts = frozenset(suffix[0] for suffix in self._suffixes)
         self._max_fragment = max((len(token) - 1 for token in lowered), default=0)
         self._all_tokens = "\0".join(lowered)
-        self._breaker = next(char for char in map(chr, range(0xE000, 0xF900)) if char not in self._all_tokens)
+        private = map(chr, range(0xE000, 0xF900))
+        self._fillers = [char for char in private if char not in self._all_tokens]
+        self._neutral_space = frozenset(" \t\r\n") - frozenset(self._all_tokens)
         self._escapes: list[str] = []
         self._edges = _char_class(char for token in self._tokens for char in (token[0], token[-1]))
 
@@ -130,9 +132,13 @@ class Disguise:
         head = text[: self._max_fragment].lower()
         return any(head[:length] in self._suffixes for length in range(1, len(head) + 1))
 
-    def heavy(self, text: str) -> str:
-        """``text`` with something between all its characters; this need not be taken back."""
-        return self._breaker + self._breaker.join(text) + self._breaker
+    def heavy(self, text: str, number: int) -> str:
+        """As many characters that are in no special token, other ones for every ``number``.
+
+        White space stays, so that what trims to nothing still does.
+        """
+        filler = self._fillers[number % len(self._fillers)]
+        return "".join(char if char in self._neutral_space else filler for char in text)
 
     def leads_into_token(self, literal: str) -> bool:
         """Whether a text that the template writes stops in the middle of a special token."""
