@@ -42,6 +42,7 @@ def engine_options(command: F) -> F:
             click.option("--max-model-len", type=int, help="Longest sequence in tokens."),
             click.option("--max-batch-tokens", type=int, help="Rows of one engine step at most."),
             click.option("--max-sequences", type=int, help="Sequences that run at once."),
+            click.option("--max-waiting", type=int, help="Sequences that wait; more are refused."),
             click.option("--dtype", type=click.Choice(["auto", "float32", "bfloat16", "float16"])),
             click.option("--device", help="Where torch computes: cpu, cuda, …"),
             click.option("--template", help="auto, chatml, …, or a file with a Jinja template."),
@@ -92,9 +93,8 @@ def serve(model: str | None, **options: Any) -> None:
     from .library import build_runtime
     from .models.progress import RichProgress
     from .ports import SystemClock
-    from .server.app import create_app
-    from .server.run import serve as run_server
-    from .server.settings import server_settings
+    from .server import create_app, server_settings
+    from .server import serve as run_server
 
     settings = _settings(model, **options)
     click.echo(f"Loading {settings.model} …")
@@ -113,6 +113,10 @@ def serve(model: str | None, **options: Any) -> None:
     )
     try:
         run_server(create_app(runtime, wire), wire, ready)
+    except OSError as error:
+        raise click.ClickException(
+            f"cannot listen on {settings.host}:{settings.port}: {error.strerror}; choose another --port"
+        ) from error
     finally:
         runtime.close()
 

@@ -30,6 +30,7 @@ class Settings:
         max_model_len: longest sequence in tokens; ``None``: the model's own.
         max_batch_tokens: rows of one engine step at most; a long prompt is computed in chunks of this.
         max_sequences: sequences that run at once; more wait.
+        max_waiting: sequences that wait at most; more are refused (HTTP 429).
         dtype: ``auto`` (float32 on CPU, the model's own elsewhere), ``float32``, ``bfloat16``, ``float16``.
         device: where torch computes.
         template: ``auto`` (the model's own), a named template, or a file with a Jinja template.
@@ -47,6 +48,7 @@ class Settings:
     max_model_len: int | None = None
     max_batch_tokens: int = 512
     max_sequences: int = 64
+    max_waiting: int = 1024
     dtype: str = "auto"
     device: str = "cpu"
     template: str = "auto"
@@ -81,7 +83,7 @@ class Settings:
         return settings
 
     def _check(self) -> None:
-        for name in ("kv_cache", "block_size", "max_batch_tokens", "max_sequences"):
+        for name in ("kv_cache", "block_size", "max_batch_tokens", "max_sequences", "max_waiting"):
             if getattr(self, name) < 1:
                 raise ParameterError(f"{name} must be at least 1", param=name)
         if not 0 <= self.port <= 65535:

@@ -189,7 +189,7 @@ def build_runtime(settings: Settings, clock: Clock, progress: Any = None) -> Run
         runner,
         manager,
         clock,
-        BatchingSettings(settings.max_batch_tokens, settings.max_sequences),
+        BatchingSettings(settings.max_batch_tokens, settings.max_sequences, settings.max_waiting),
         observer=lambda event: runtime.observe(event),
     )
     runtime = Runtime(

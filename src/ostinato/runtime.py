@@ -21,7 +21,13 @@ import numpy as np
 
 from .engines.base import RunnerInfo
 from .engines.batching import Batcher, Sequence, SequenceStats
-from .errors import ParameterError, PromptTooLongError, ShuttingDownError, TemplateError
+from .errors import (
+    ParameterError,
+    PromptTooLongError,
+    QueueFullError,
+    ShuttingDownError,
+    TemplateError,
+)
 from .events import Event, Observer, RequestFinished
 from .kv.hashing import Namespace
 from .kv.manager import CacheView, KVManager, Lease
@@ -310,6 +316,7 @@ class Runtime:
         """Accept a request. ``deliver`` gets its chunks in the engine's thread: it must not wait or raise.
 
         Raises:
+            QueueFullError: too many requests wait.
             ShuttingDownError: no more requests are taken.
         """
         request, params = prepared.request, prepared.request.params
@@ -345,7 +352,7 @@ class Runtime:
             self._active.add(handle)
         try:
             self._batcher.submit(sequences)
-        except ShuttingDownError:
+        except (QueueFullError, ShuttingDownError):
             with self._idle:
                 self._active.discard(handle)
             raise

@@ -63,7 +63,13 @@ class Harness:
     """An engine on a loaded model, with its books in reach."""
 
     def __init__(
-        self, loaded: LoadedModel, *, num_blocks: int = 256, block_size: int = 4, max_batch_tokens: int = 64
+        self,
+        loaded: LoadedModel,
+        *,
+        num_blocks: int = 256,
+        block_size: int = 4,
+        max_batch_tokens: int = 64,
+        max_waiting: int = 1000,
     ) -> None:
         self.manager = KVManager(num_blocks, block_size)
         self.loaded = loaded
@@ -76,7 +82,9 @@ class Harness:
             self.runner,
             self.manager,
             SystemClock(),
-            BatchingSettings(max_batch_tokens=max_batch_tokens, max_sequences=8, growth_tokens=8),
+            BatchingSettings(
+                max_batch_tokens=max_batch_tokens, max_sequences=8, max_waiting=max_waiting, growth_tokens=8
+            ),
         )
 
     def submit(

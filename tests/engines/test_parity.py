@@ -14,6 +14,7 @@ from engines.driver import Flips, Harness, harness, reference
 from engines.models import PAGED, STATEFUL, VOCAB, build
 from ostinato.engines.hf import observe_model
 from ostinato.engines.runners import LoadedModel
+from ostinato.errors import QueueFullError
 
 _loaded: dict[str, LoadedModel] = {}
 
@@ -236,3 +237,20 @@ def test_a_failing_step_ends_its_requests_and_the_engine_goes_on(
         assert "RuntimeError" in str(sink.error)
         engine.runner.execute = working  # type: ignore[method-assign]
         assert expect(engine, own, flips, tokens(16, 20)) == 0
+
+
+def test_a_full_queue_refuses_and_accepts_again(flips: Flips) -> None:
+    own = build("llama", own=True)
+    with harness(loaded("llama"), max_waiting=2) as engine:
+        accepted = []
+
+        def submit_many() -> None:
+            for seed in range(100):
+                accepted.append(engine.submit(tokens(seed, 30), 30)[1])
+
+        with pytest.raises(QueueFullError) as refused:
+            submit_many()
+        assert refused.value.retry_after_s > 0
+        for sink in accepted:
+            sink.wait()
+        expect(engine, own, flips, tokens(17, 20))

@@ -20,7 +20,7 @@ from typing import Protocol
 
 import numpy as np
 
-from ..errors import EngineError, ShuttingDownError
+from ..errors import EngineError, QueueFullError, ShuttingDownError
 from ..events import Observer, Preempted, StepFinished
 from ..kv.hashing import Namespace
 from ..kv.manager import KVManager, Lease
@@ -31,11 +31,12 @@ from .base import ModelRunner, Sampled
 _log = logging.getLogger(__name__)
 
 _ROOM_POLL_S = 0.02
+_RETRY_AFTER_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
 class BatchingSettings:
-    """``max_batch_tokens`` rows at most in a step; ``max_sequences`` run at once.
+    """``max_batch_tokens`` rows at most in a step; ``max_sequences`` run at once, ``max_waiting`` wait.
 
     ``growth_tokens`` is how far ahead a growing sequence reaches for room next to its last block, so that
     what it attends to stays in few runs.
@@ -43,6 +44,7 @@ class BatchingSettings:
 
     max_batch_tokens: int = 512
     max_sequences: int = 64
+    max_waiting: int = 1024
     growth_tokens: int = 128
 
 
@@ -179,12 +181,18 @@ class Batcher:
         """Accept sequences; from here on each gets exactly one ``on_finish``.
 
         Raises:
+            QueueFullError: too many wait already; none of these was accepted.
             ShuttingDownError: the engine has been closed.
         """
         now = self._clock.monotonic()
         with self._wake:
             if self._stopping:
                 raise ShuttingDownError("the engine has stopped; start it again")
+            num_waiting = len(self._waiting) + len(self._inbox)
+            if num_waiting + len(sequences) > self._settings.max_waiting:
+                raise QueueFullError(
+                    f"{num_waiting} sequences wait already; try again later", retry_after_s=_RETRY_AFTER_S
+                )
             for sequence in sequences:
                 sequence.arrived_s = now
                 self._inbox.append(sequence)
