@@ -54,9 +54,9 @@ bench-serve: setup  ## What the server adds to the engine
 
 lock:  ## Renew requirements.lock from pyproject.toml
 	rm -rf build/lock && $(PYTHON) -m venv build/lock
-	build/lock/bin/python -m pip install --quiet 'torch==2.13.0' -e '.[dev,docs]'
+	build/lock/bin/python -m pip install --quiet --upgrade pip 'torch==2.13.0' -e '.[dev,docs]'
 	(echo '# Made by `make lock`. The exact environment of `make setup` and of CI.'; \
-	 build/lock/bin/python -m pip freeze --exclude-editable | sed 's/+cpu//') > requirements.lock
+	 build/lock/bin/python -m pip freeze --all --exclude-editable | sed 's/+cpu//') > requirements.lock
 
 clean:  ## Remove what was built (not the model store)
 	rm -rf $(VENV) build dist site .mypy_cache .ruff_cache .pytest_cache .hypothesis
