@@ -44,7 +44,10 @@ LLAMA31 = """{{- bos_token }}
     {%- set first_user_message = messages[0]['content'] | trim %}
     {%- set messages = messages[1:] %}
     {{- '<|start_header_id|>user<|end_header_id|>\\n\\n' -}}
-    {{- "Given the following functions, please respond with a JSON for a function call.\\n\\n" }}
+    {{- "Given the following functions, please respond with a JSON for a function call " }}
+    {{- "with its proper arguments that best answers the given prompt.\\n\\n" }}
+    {{- 'Respond in the format {"name": function name, "parameters": dictionary of argument name ' }}
+    {{- 'and its value}.Do not use variables.\\n\\n' }}
     {%- for t in tools %}
         {{- t | tojson(indent=4) }}
         {{- "\\n\\n" }}
@@ -130,12 +133,15 @@ QWEN = """{%- if tools %}
     {%- if messages[0].role == 'system' %}
         {{- messages[0].content + '\\n\\n' }}
     {%- endif %}
-    {{- "# Tools\\n\\nYou may call one or more functions to assist with the user query.\\n\\n<tools>" }}
+    {{- "# Tools\\n\\nYou may call one or more functions to assist with the user query.\\n\\n" }}
+    {{- "You are provided with function signatures within <tools></tools> XML tags:\\n<tools>" }}
     {%- for tool in tools %}
         {{- "\\n" }}
         {{- tool | tojson }}
     {%- endfor %}
-    {{- "\\n</tools>\\n<|im_end|>\\n" }}
+    {{- "\\n</tools>\\n\\nFor each function call, return a json object with function name and arguments " }}
+    {{- "within <tool_call></tool_call> XML tags:\\n<tool_call>\\n" }}
+    {{- '{"name": <function-name>, "arguments": <args-json-object>}\\n</tool_call><|im_end|>\\n' }}
 {%- elif messages[0].role == 'system' %}
     {{- '<|im_start|>system\\n' + messages[0].content + '<|im_end|>\\n' }}
 {%- endif %}

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from ostinato.errors import TemplateError
 from ostinato.ports import SystemClock
 from ostinato.prompt.conversation import conversation_from_dicts
-from ostinato.prompt.template import FAMILIES, JinjaTemplate, Template, named_template
+from ostinato.prompt.formats import FORMATS
+from ostinato.prompt.template import JinjaTemplate, Template, named_template
 from ostinato.prompt.tokens import HFTokenizer
 from ostinato.prompt.trust import Disguise
 from ostinato.types import Conversation, Message, Rendered
@@ -163,15 +164,15 @@ def test_byte_level_text_comes_back(tokenizers: Tokenizers, text: str) -> None:
         assert tokenizer.decode(tokenizer.encode(text).tolist()) == text
 
 
-@pytest.mark.parametrize("family", sorted(FAMILIES))
+@pytest.mark.parametrize("name", sorted(FORMATS))
 @settings(max_examples=40, deadline=None)
 @given(st.data())
-def test_template_functions(family: str, data: st.DataObject) -> None:
+def test_template_functions(name: str, data: st.DataObject) -> None:
     """What is not a marker is text by construction; the text itself must come through whole."""
     content = data.draw(hostile(["<|im_start|>", "<|im_end|>", "</s>", "[INST]", "<|eot_id|>"]))
     assume(content.strip() == content and content)
-    rendered = named_template(family).render(conversation(("user", content)))
-    expected = named_template(family).render(conversation(("user", "x")))
+    rendered = named_template(name).render(conversation(("user", content)))
+    expected = named_template(name).render(conversation(("user", "x")))
     assert content in "".join(segment.text for segment in rendered.segments if not segment.is_marker)
     markers = [segment.text for segment in rendered.segments if segment.is_marker]
     assert markers == [segment.text for segment in expected.segments if segment.is_marker]

@@ -15,7 +15,7 @@ from ..ports import Clock
 from ..types import Conversation, Rendered
 from .base import Template
 from .conversation import ROLES
-from .families import FAMILIES, Family
+from .formats import FORMATS, Format
 from .identity import identity_of
 from .jinja import JinjaTemplate
 from .prefill import cut_at_end, with_end
@@ -38,25 +38,27 @@ __all__ = [
 
 
 class FunctionTemplate:
-    """A chat format written as a function (:mod:`ostinato.prompt.families`).
+    """A chat format written as a function (:mod:`ostinato.prompt.formats`).
 
     Args:
-        family: the format.
+        chat_format: the format.
         options: what to set otherwise than the format's default.
 
     Raises:
         ParameterError: the format knows no such option.
     """
 
-    def __init__(self, family: Family, **options: Any) -> None:
+    def __init__(self, chat_format: Format, **options: Any) -> None:
         for option in options:
-            if option not in family.options:
-                raise ParameterError(f"the {family.name} template has no option {option!r}", param="template")
-        self.name = family.name
+            if option not in chat_format.options:
+                raise ParameterError(
+                    f"the {chat_format.name} template has no option {option!r}", param="template"
+                )
+        self.name = chat_format.name
         self.roles: Sequence[str] = ROLES
-        self._write = family.write
-        self._options = {**family.options, **options}
-        self.identity = identity_of("function", family.name, family.version, self._options)
+        self._write = chat_format.write
+        self._options = {**chat_format.options, **options}
+        self.identity = identity_of("function", chat_format.name, chat_format.version, self._options)
 
     def render(
         self,
@@ -79,7 +81,7 @@ class FunctionTemplate:
 
 def chatml(*, default_system: str | None = None) -> FunctionTemplate:
     """ChatML; ``default_system`` is written where a conversation does not begin with a system message."""
-    return FunctionTemplate(FAMILIES["chatml"], default_system=default_system)
+    return FunctionTemplate(FORMATS["chatml"], default_system=default_system)
 
 
 def named_template(name: str, **options: Any) -> FunctionTemplate:
@@ -88,11 +90,11 @@ def named_template(name: str, **options: Any) -> FunctionTemplate:
     Raises:
         ParameterError: there is none of that name, or it has no such option.
     """
-    if name not in FAMILIES:
+    if name not in FORMATS:
         raise ParameterError(
-            f"there is no template {name!r}; there are {', '.join(sorted(FAMILIES))}", param="template"
+            f"there is no template {name!r}; there are {', '.join(sorted(FORMATS))}", param="template"
         )
-    return FunctionTemplate(FAMILIES[name], **options)
+    return FunctionTemplate(FORMATS[name], **options)
 
 
 def template_for(
@@ -112,7 +114,7 @@ def template_for(
         ParameterError: there is no such format or file.
         TemplateError: the template is not valid Jinja.
     """
-    if choice in FAMILIES:
+    if choice in FORMATS:
         return named_template(choice)
     tool_source = None
     if choice == "auto":
@@ -125,7 +127,7 @@ def template_for(
         file = Path(choice)
         if not file.is_file():
             raise ParameterError(
-                f"{choice!r} is neither a template's name ({', '.join(sorted(FAMILIES))}) nor a file",
+                f"{choice!r} is neither a template's name ({', '.join(sorted(FORMATS))}) nor a file",
                 param="template",
             )
         source, name = file.read_text(encoding="utf-8"), file.name
