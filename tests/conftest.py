@@ -5,6 +5,11 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+# Before torch is imported anywhere, and for the processes that tests start: workers side by side, each with
+# threads that wait for one another, keep each other from running.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 import pytest
 
 from ostinato.config import Settings

@@ -57,7 +57,5 @@ class RequestFinished:
     usage: Usage
 
 
-Event: TypeAlias = (
-    PrefixLookedUp | BlocksStored | BlocksEvicted | Preempted | StepFinished | RequestFinished
-)
+Event: TypeAlias = PrefixLookedUp | BlocksStored | BlocksEvicted | Preempted | StepFinished | RequestFinished
 Observer: TypeAlias = Callable[[Event], None]

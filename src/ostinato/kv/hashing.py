@@ -1,0 +1,64 @@
+"""Names that cannot collide: versioned BLAKE3 digests, and the namespace KV is exchangeable in."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from blake3 import blake3
+
+DIGEST_PREFIX = "b3:"
+_NAMESPACE_CONTEXT = "ostinato kv namespace v1"
+
+
+def digest_bytes(*parts: bytes, context: str) -> str:
+    """Digest of a tuple of byte strings, as ``b3:`` and 64 hex digits.
+
+    Every part goes in behind its length, so ``(b"ab", b"c")`` and ``(b"a", b"bc")`` differ. ``context``
+    says what is named and in which version (BLAKE3's key derivation): two contexts never share a digest.
+    """
+    assert context, "a digest needs a context that says what it names"
+    hasher = blake3(derive_key_context=context)
+    for part in parts:
+        hasher.update(len(part).to_bytes(8, "little"))
+        hasher.update(part)
+    return DIGEST_PREFIX + hasher.hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class Namespace:
+    """All that must be equal for two requests to exchange KV.
+
+    ``weights``, ``tokenizer`` and ``template`` are digests of content; ``kv_layout``, ``kv_dtype`` and
+    ``rotary`` describe the stored bytes; ``adapter`` names a fine-tuning adapter and ``salt`` a tenant,
+    both empty for none. Any text is allowed in any field.
+    """
+
+    weights: str
+    tokenizer: str
+    template: str
+    kv_layout: str
+    kv_dtype: str
+    rotary: str
+    adapter: str = ""
+    salt: str = ""
+    digest: str = field(init=False, repr=False, compare=False)
+    """Versioned digest of all fields: the form in which the index keys its trees."""
+
+    def __post_init__(self) -> None:
+        fields = (
+            self.weights,
+            self.tokenizer,
+            self.template,
+            self.kv_layout,
+            self.kv_dtype,
+            self.rotary,
+            self.adapter,
+            self.salt,
+        )
+        # A salt may come off the wire with a lone surrogate in it: it must still have exactly one encoding.
+        encoded = (text.encode("utf-8", "surrogatepass") for text in fields)
+        object.__setattr__(self, "digest", digest_bytes(*encoded, context=_NAMESPACE_CONTEXT))
+
+    def with_salt(self, salt: str) -> Namespace:
+        """The same namespace for another tenant."""
+        return replace(self, salt=salt)

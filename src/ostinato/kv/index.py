@@ -1,0 +1,473 @@
+"""The prefix index: one radix tree over tokens for every namespace.
+
+An edge holds a run of tokens and the blocks that cover them. Trees part at any token, also inside a block;
+then the block at the boundary is in both the upper node (which vouches for its first tokens only) and a lower
+one. A child that begins inside a block always has that whole block's content, so when a table is put together
+the child's block *overrides* the parent's partly valid last one::
+
+    block_size 4      upper  [a b c d|e f]      blocks 7 8      (8 is valid up to f)
+                       ├── lower    [g h|i]     blocks     8 9  (split off upper: still the same block)
+                       └── other    [x y|z]     blocks     5 6  (5 begins with a copy of e f)
+
+Three invariants carry everything else; ``check_integrity`` asserts the first two.
+
+- *Holds are closed upwards.* If a lease holds an entry, some lease holds every entry above it, overridden
+  ones included. So every owned block that nobody holds can be evicted from the leaves inwards, and their
+  number is exact. The manager does its part by holding what ``match`` and ``insert`` report.
+- *The entries of one block lie next to each other on one path*, so one chain of leaves gives it up.
+- *Nodes are bounded by blocks.* Only commits add nodes, and a node left with one child is merged with it
+  when one of the two is shorter than a block or the policy cannot tell them apart.
+
+No recursion: prompts decide how deep a tree is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from ostinato.types import BlockIds
+
+from .policy import Candidate, EvictionPolicy, VictimQueue
+
+TOKEN_BYTES = 4
+_NO_BLOCKS: BlockIds = np.empty(0, np.intp)
+
+
+class BlockCounts(Protocol):
+    """What the index needs of whoever counts blocks. ``block_ids`` holds distinct ids."""
+
+    def own(self, block_ids: BlockIds) -> int:
+        """A node took these blocks; returns how many had no owner before."""
+
+    def disown(self, block_ids: BlockIds) -> int:
+        """A node gave these blocks up; returns how many became free."""
+
+    def count_held(self, block_ids: BlockIds) -> int:
+        """How many of these blocks a lease holds."""
+
+
+class Node(Candidate):
+    """A run of tokens below its parent. ``tokens`` and ``blocks`` are replaced, never written to."""
+
+    __slots__ = ("blocks", "children", "parent", "tokens", "tree")
+
+    def __init__(
+        self, tree: Tree, parent: Node | None, tokens: bytes, blocks: BlockIds, *, depth: int, rank: int
+    ) -> None:
+        super().__init__(rank=rank, depth_tokens=depth, num_tokens=len(tokens) // TOKEN_BYTES)
+        self.tree = tree
+        self.parent = parent  # None: a root, or no longer in a tree
+        self.children: dict[bytes, Node] = {}
+        self.tokens = tokens  # int32, native order
+        self.blocks = blocks
+
+    @property
+    def end_tokens(self) -> int:
+        return self.depth_tokens + self.num_tokens
+
+
+class Tree:
+    """One namespace's tree. Its root holds no tokens; an empty tree is dropped."""
+
+    __slots__ = ("namespace", "num_tokens", "root")
+
+    def __init__(self, namespace: str) -> None:
+        self.namespace = namespace
+        self.num_tokens = 0
+        self.root = Node(self, None, b"", _NO_BLOCKS, depth=0, rank=0)
+
+    def nodes(self) -> Iterator[Node]:
+        """Every node but the root, parents first."""
+        stack = list(self.root.children.values())
+        while stack:
+            node = stack.pop()
+            yield node
+            stack.extend(node.children.values())
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """A path of the index. ``blocks`` cover its first ``num_tokens`` tokens.
+
+    ``overridden`` are blocks of nodes on the path whose place in the table a child's block took: whoever
+    holds ``blocks`` has to hold them too.
+    """
+
+    num_tokens: int
+    blocks: BlockIds
+    overridden: frozenset[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Inserted:
+    """``num_tokens`` tokens became findable, for which ``num_blocks`` blocks got their first owner.
+
+    ``path`` is where they now stand, ``None`` when nothing was new.
+    """
+
+    num_tokens: int = 0
+    num_blocks: int = 0
+    path: Match | None = None
+
+
+NO_MATCH = Match(0, _NO_BLOCKS, frozenset())
+NOTHING_NEW = Inserted()
+
+
+class PrefixIndex:
+    """All trees. Token sequences are int32 arrays' bytes, namespaces are digests; nothing here locks."""
+
+    def __init__(self, block_size: int, blocks: BlockCounts, policy: EvictionPolicy) -> None:
+        assert block_size >= 1, f"block size {block_size}"
+        self.num_tokens = 0
+        self.num_nodes = 0
+        self._block_size = block_size
+        self._blocks = blocks
+        self._policy = policy
+        self._trees: dict[str, Tree] = {}
+        self._leaves: VictimQueue[Node] = VictimQueue(policy)
+
+    # ------------------------------------------------------------ look up
+
+    def peek(self, namespace: str, tokens: bytes) -> int:
+        """Length of the longest prefix of ``tokens`` that is here."""
+        tree = self._trees.get(namespace)
+        return 0 if tree is None else self._walk(tree.root, tokens)[1]
+
+    def match(self, namespace: str, tokens: bytes, max_tokens: int, rank: int) -> Match:
+        """The longest prefix that is here, cut at ``max_tokens``; what it runs through was used at ``rank``.
+
+        A node that the prompt parts from is not touched: when the rest is committed it is split there, and
+        only the upper half was used.
+        """
+        tree = self._trees.get(namespace)
+        if tree is None:
+            return NO_MATCH
+        path, found = self._walk(tree.root, tokens)
+        parts = bool(path) and found < path[-1].end_tokens and found * TOKEN_BYTES < len(tokens)
+        for node in path[:-1] if parts else path:
+            node.num_uses += 1
+            self._touch(node, rank)
+        return self._assemble(path, min(found, max_tokens))
+
+    def num_tokens_in(self, namespace: str) -> int:
+        """Tokens findable in one namespace."""
+        tree = self._trees.get(namespace)
+        return 0 if tree is None else tree.num_tokens
+
+    def _walk(self, root: Node, tokens: bytes) -> tuple[list[Node], int]:
+        """The nodes that ``tokens`` run through, root excluded, and how many tokens they match."""
+        path: list[Node] = []
+        node, at, end = root, 0, len(tokens)
+        while at < end:
+            child = node.children.get(tokens[at : at + TOKEN_BYTES])
+            if child is None:
+                break
+            path.append(child)
+            if not tokens.startswith(child.tokens, at):
+                at += TOKEN_BYTES * _common_tokens(child.tokens, tokens, at)
+                break
+            at += len(child.tokens)
+            node = child
+        return path, at // TOKEN_BYTES
+
+    def _assemble(self, path: list[Node], num_tokens: int) -> Match:
+        """The table of the first ``num_tokens`` tokens of ``path``."""
+        size = self._block_size
+        num_blocks = -(-num_tokens // size)
+        if num_tokens == 0:
+            return NO_MATCH
+        if num_tokens <= path[0].num_tokens:
+            return Match(num_tokens, path[0].blocks[:num_blocks], frozenset())
+        table = np.empty(num_blocks, np.intp)
+        overridden: set[int] = set()
+        above = path[0]
+        for node in path:
+            if node.depth_tokens >= num_tokens:
+                break
+            first = node.depth_tokens // size
+            if node.depth_tokens % size and above.blocks[-1] != node.blocks[0]:
+                overridden.add(int(above.blocks[-1]))
+            table[first : first + len(node.blocks)] = node.blocks[: num_blocks - first]
+            above = node
+        return Match(num_tokens, table, frozenset(overridden))
+
+    # ------------------------------------------------------------ insert
+
+    def insert(self, namespace: str, tokens: bytes, table: BlockIds, rank: int) -> Inserted:
+        """Makes all of ``tokens``, whose KV lies in ``table``, findable; what is here keeps its blocks.
+
+        The caller holds ``table``, and has to hold all of the returned path before anything else happens.
+        """
+        num_tokens = len(tokens) // TOKEN_BYTES
+        assert len(table) * self._block_size >= num_tokens, f"{len(table)} blocks for {num_tokens} tokens"
+        if num_tokens == 0:
+            return NOTHING_NEW
+        tree = self._trees.get(namespace)
+        if tree is None:
+            tree = self._trees[namespace] = Tree(namespace)
+        path, found = self._walk(tree.root, tokens)
+        if found == num_tokens:
+            for node in path:
+                self._touch(node, rank)
+            return NOTHING_NEW
+        if path and found < path[-1].end_tokens:
+            path[-1] = self._split(path[-1], found)
+        if path and not path[-1].children:
+            num_blocks = self._extend(path[-1], tokens, table)
+        else:
+            path.append(self._add_child(path[-1] if path else tree.root, tokens, table, rank))
+            num_blocks = self._blocks.own(path[-1].blocks)
+        self._align(path[-1])
+        for node in path:
+            self._touch(node, rank)
+        self._count(tree, num_tokens - found)
+        return Inserted(num_tokens - found, num_blocks, self._assemble(path, num_tokens))
+
+    def _split(self, node: Node, at: int) -> Node:
+        """Puts a new node over ``node`` that takes its tokens before ``at``; returns the new one."""
+        parent = node.parent
+        assert parent is not None, "split a root"
+        cut_bytes = TOKEN_BYTES * (at - node.depth_tokens)
+        first = node.depth_tokens // self._block_size
+        num_upper = -(-at // self._block_size) - first
+        tokens, blocks = node.tokens[:cut_bytes], node.blocks[:num_upper]
+        upper = Node(node.tree, parent, tokens, blocks, depth=node.depth_tokens, rank=node.inserted)
+        upper.last_used, upper.num_uses = node.last_used, node.num_uses
+        parent.children[upper.tokens[:TOKEN_BYTES]] = upper
+        node.parent = upper
+        node.tokens = node.tokens[cut_bytes:]
+        node.blocks = node.blocks[at // self._block_size - first :]
+        node.num_tokens -= at - node.depth_tokens
+        node.depth_tokens = at
+        upper.children[node.tokens[:TOKEN_BYTES]] = node
+        if at % self._block_size:
+            self._blocks.own(node.blocks[:1])
+        self.num_nodes += 1
+        self._leaves.refresh(node)
+        return upper
+
+    def _add_child(self, parent: Node, tokens: bytes, table: BlockIds, rank: int) -> Node:
+        depth, size = parent.end_tokens, self._block_size
+        blocks = table[depth // size : -(-(len(tokens) // TOKEN_BYTES) // size)].copy()
+        child = Node(parent.tree, parent, tokens[TOKEN_BYTES * depth :], blocks, depth=depth, rank=rank)
+        parent.children[child.tokens[:TOKEN_BYTES]] = child
+        self.num_nodes += 1
+        return child
+
+    def _extend(self, leaf: Node, tokens: bytes, table: BlockIds) -> int:
+        """Appends the rest of ``tokens`` to a leaf; its partly valid last block gives way to the table's."""
+        end, size = leaf.end_tokens, self._block_size
+        fresh = table[end // size : -(-(len(tokens) // TOKEN_BYTES) // size)]
+        kept = leaf.blocks[: end // size - leaf.depth_tokens // size]
+        replaced = leaf.blocks[len(kept) :]
+        leaf.tokens += tokens[TOKEN_BYTES * end :]
+        leaf.num_tokens = len(leaf.tokens) // TOKEN_BYTES
+        leaf.blocks = np.concatenate((kept, fresh))
+        if len(replaced) and replaced[0] == fresh[0]:
+            return self._blocks.own(fresh[1:])
+        num_blocks = self._blocks.own(fresh)
+        self._blocks.disown(replaced)
+        return num_blocks
+
+    def _align(self, node: Node) -> None:
+        """Keeps the entries of a block together.
+
+        The block that ``node`` begins in may stand further up already, with another's block between: the
+        writer of 8 above committed up to ``f``, somebody's 5 went on with ``g``, and now the writer of 8 has
+        gone through ``g`` as well and parted. What stands between gives way to it: it holds the same tokens.
+        """
+        block = node.blocks[0]
+        between: list[Node] = []
+        while node.depth_tokens % self._block_size:
+            assert node.parent is not None, "a root begins inside a block"
+            node = node.parent
+            if node.blocks[-1] == block:
+                for lower in between:
+                    self._blocks.disown(lower.blocks[-1:])
+                    lower.blocks = np.append(lower.blocks[:-1], block)
+                    self._blocks.own(lower.blocks[-1:])
+                return
+            between.append(node)
+            if len(node.blocks) > 1:
+                return
+
+    # ------------------------------------------------------------ evict
+
+    def evict(self, num_blocks: int) -> tuple[int, int]:
+        """Gives up leaves, smallest priority first and tail first, until ``num_blocks`` blocks became free.
+
+        The caller knows that so many are evictable. Returns the blocks freed (a merge may free a few
+        more) and the tokens no longer findable.
+        """
+        num_freed, num_before = 0, self.num_tokens
+        while num_freed < num_blocks:
+            num_freed += self._trim(self._leaves.pop(), num_blocks - num_freed)
+        return num_freed, num_before - self.num_tokens
+
+    def clear(self, namespace: str) -> tuple[int, int]:
+        """Gives up all of a tree that nobody holds; returns blocks freed and tokens no longer findable."""
+        tree = self._trees.get(namespace)
+        num_freed, num_before = 0, self.num_tokens
+        leaves = [] if tree is None else [node for node in tree.nodes() if not node.children]
+        while leaves:
+            leaf = leaves.pop()
+            parent = leaf.parent
+            assert parent is not None, "cleared a root"
+            num_freed += self._trim(leaf, len(leaf.blocks))
+            if not parent.children and parent.parent is not None:
+                leaves.append(parent)
+        return num_freed, num_before - self.num_tokens
+
+    def forget(self) -> tuple[int, int]:
+        """Drops every entry, held or not; returns blocks freed and tokens no longer findable."""
+        num_freed, num_before = 0, self.num_tokens
+        for tree in self._trees.values():
+            for node in tree.nodes():
+                num_freed += self._blocks.disown(node.blocks)
+        self.num_tokens = self.num_nodes = 0
+        self._trees.clear()
+        self._leaves.clear()
+        return num_freed, num_before
+
+    def wake(self, block_ids: BlockIds) -> None:
+        """These blocks became evictable."""
+        self._leaves.wake(block_ids.tolist())
+
+    def _trim(self, leaf: Node, num_blocks: int) -> int:
+        """Gives up to ``num_blocks`` unheld blocks of a leaf's tail; returns how many became free."""
+        assert not leaf.children, "trimmed a node that has children"
+        tail = leaf.blocks[-num_blocks:]
+        num_dropped = len(tail) - self._blocks.count_held(tail)
+        if num_dropped == 0:
+            self._leaves.park(leaf, int(leaf.blocks[-1]))
+            return 0
+        kept = leaf.blocks[: len(leaf.blocks) - num_dropped]
+        num_freed = self._blocks.disown(tail[len(tail) - num_dropped :])
+        if not len(kept):
+            return num_freed + self._remove(leaf)
+        end = (leaf.depth_tokens // self._block_size + len(kept)) * self._block_size
+        num_lost = leaf.end_tokens - end
+        leaf.tokens = leaf.tokens[: -TOKEN_BYTES * num_lost]
+        leaf.num_tokens -= num_lost
+        leaf.blocks = kept
+        self._count(leaf.tree, -num_lost)
+        self._leaves.put(leaf)
+        return num_freed
+
+    def _remove(self, leaf: Node) -> int:
+        """Takes a leaf that has no entry left out of its tree; returns how many blocks a merge freed."""
+        parent = leaf.parent
+        assert parent is not None, "removed a root"
+        self._leaves.drop(leaf)
+        del parent.children[leaf.tokens[:TOKEN_BYTES]]
+        leaf.parent = None
+        self.num_nodes -= 1
+        self._count(leaf.tree, -leaf.num_tokens)
+        if parent.parent is None:
+            if not parent.children:
+                assert leaf.tree.num_tokens == 0, "an empty tree has tokens"
+                del self._trees[leaf.tree.namespace]
+        elif not parent.children:
+            self._leaves.put(parent)
+        elif len(parent.children) == 1:
+            return self._merge(parent)
+        return 0
+
+    def _merge(self, upper: Node) -> int:
+        """Joins a node with its only child where that costs next to nothing of what the policy knows.
+
+        The longer of the two keeps its statistics. Returns how many blocks became free: an overridden one.
+        """
+        (lower,) = upper.children.values()
+        parent, size = upper.parent, self._block_size
+        assert parent is not None, "merged a root"
+        if size <= upper.num_tokens and size <= lower.num_tokens:
+            priority, other = self._policy.priority(upper), self._policy.priority(lower)
+            if priority < other or other < priority:
+                return 0
+        if lower.num_tokens < upper.num_tokens:
+            lower.last_used, lower.inserted, lower.num_uses = upper.last_used, upper.inserted, upper.num_uses
+        kept, overridden = upper.blocks, upper.blocks[:0]
+        if lower.depth_tokens % size:
+            kept, overridden = upper.blocks[:-1], upper.blocks[-1:]
+        lower.tokens = upper.tokens + lower.tokens
+        lower.blocks = np.concatenate((kept, lower.blocks))
+        lower.depth_tokens = upper.depth_tokens
+        lower.num_tokens += upper.num_tokens
+        lower.parent = parent
+        parent.children[lower.tokens[:TOKEN_BYTES]] = lower
+        upper.parent = None
+        self.num_nodes -= 1
+        self._leaves.refresh(lower)
+        return self._blocks.disown(overridden)
+
+    # ------------------------------------------------------------ inside
+
+    def _touch(self, node: Node, rank: int) -> None:
+        node.last_used = rank
+        if not node.children:
+            self._leaves.put(node)
+
+    def _count(self, tree: Tree, num_tokens: int) -> None:
+        self.num_tokens += num_tokens
+        tree.num_tokens += num_tokens
+
+    def check_integrity(self, holds: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
+        """Asserts every invariant. ``holds`` is each block's count of leases; returns its count of nodes."""
+        owners = np.zeros(len(holds), np.int32)
+        num_tokens = num_nodes = 0
+        leaves: list[Node] = []
+        for namespace, tree in self._trees.items():
+            assert tree.namespace == namespace
+            assert tree.root.children, "an empty tree was kept"
+            num_before = num_tokens
+            for node in tree.nodes():
+                num_nodes += 1
+                num_tokens += node.num_tokens
+                np.add.at(owners, node.blocks, 1)
+                self._check_node(node, tree, holds)
+                if not node.children:
+                    leaves.append(node)
+                    waits_for = node.parked_on
+                    assert waits_for < 0 or (waits_for == node.blocks[-1] and holds[waits_for])
+            assert tree.num_tokens == num_tokens - num_before
+        self._leaves.check_integrity(leaves)
+        assert self.num_tokens == num_tokens
+        assert self.num_nodes == num_nodes
+        return owners
+
+    def _check_node(self, node: Node, tree: Tree, holds: npt.NDArray[np.int32]) -> None:
+        size, parent = self._block_size, node.parent
+        assert parent is not None, "a node without a parent stands in a tree"
+        assert node.tree is tree
+        assert parent.children.get(node.tokens[:TOKEN_BYTES]) is node, "a child under a wrong first token"
+        assert node.num_tokens * TOKEN_BYTES == len(node.tokens) > 0
+        assert node.depth_tokens == parent.end_tokens
+        first, behind = node.depth_tokens // size, -(-node.end_tokens // size)
+        assert len(node.blocks) == behind - first, f"{len(node.blocks)} blocks cover [{first}, {behind})"
+        is_held = holds[node.blocks] > 0
+        assert (is_held[:-1] >= is_held[1:]).all(), "an entry is held, the one before it is not"
+        if is_held[0] and parent is not tree.root:
+            assert holds[parent.blocks[-1]], "a child is held, its parent is not"
+        above: Node | None = node
+        seen, is_apart = node.blocks[0], False
+        while above is not None and above.depth_tokens % size and above.depth_tokens // size == first:
+            above = above.parent
+            assert above is not None
+            is_same = above.blocks[-1] == seen
+            assert not (is_apart and is_same), f"the entries of block {seen} do not lie together"
+            is_apart = is_apart or not is_same
+
+
+def _common_tokens(edge: bytes, tokens: bytes, at: int) -> int:
+    """How many tokens ``edge`` and ``tokens`` from byte ``at`` on have in common."""
+    length = min(len(edge), len(tokens) - at) // TOKEN_BYTES
+    differ = np.frombuffer(edge, np.int32, length) != np.frombuffer(tokens, np.int32, length, at)
+    first = int(differ.argmax())
+    return first if differ[first] else length

@@ -1,0 +1,231 @@
+"""The prefix cache written down as simply as possible: lists, sets and linear scans. Only for comparison."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from ostinato.kv.policy import NodeStats
+
+Tokens = tuple[int, ...]
+
+
+def as_array(tokens: Tokens | list[int]) -> np.ndarray:
+    return np.array(tokens, dtype=np.int32)
+
+
+class Oldest:
+    """The test's own LRU."""
+
+    def priority(self, stats: NodeStats) -> int:
+        return stats.last_used
+
+
+class LeastUsed:
+    def priority(self, stats: NodeStats) -> tuple[int, int]:
+        return stats.num_uses, stats.last_used
+
+
+class FirstIn:
+    def priority(self, stats: NodeStats) -> tuple[int, int]:
+        return stats.inserted, stats.last_used
+
+
+class Deepest:
+    def priority(self, stats: NodeStats) -> tuple[int, int]:
+        return -stats.depth_tokens, stats.last_used
+
+
+class Longest:
+    def priority(self, stats: NodeStats) -> tuple[int, int]:
+        return -stats.num_tokens, stats.last_used
+
+
+POLICIES: tuple[Callable[[], object], ...] = (Oldest, LeastUsed, FirstIn, Deepest, Longest)
+
+
+@dataclass(eq=False)
+class NaiveNode:
+    """``entries`` maps the index of a block in the sequence to the block that holds it."""
+
+    parent: NaiveNode | None
+    tokens: Tokens
+    entries: dict[int, int]
+    depth: int
+    last_used: int = 0
+    inserted: int = 0
+    num_uses: int = 0
+    children: list[NaiveNode] = field(default_factory=list)
+
+    @property
+    def end(self) -> int:
+        return self.depth + len(self.tokens)
+
+    def stats(self) -> NodeStats:
+        return NodeStats(self.last_used, self.inserted, self.num_uses, self.depth, len(self.tokens))
+
+    def ancestors(self) -> list[NaiveNode]:
+        """Nearest first, the root excluded."""
+        found, node = [], self.parent
+        while node is not None and node.parent is not None:
+            found.append(node)
+            node = node.parent
+        return found
+
+
+class NaiveIndex:
+    def __init__(self, block_size: int, policy) -> None:
+        self.block_size = block_size
+        self.policy = policy
+        self.roots: dict[str, NaiveNode] = {}
+
+    # ---- reading
+
+    def nodes(self, namespace: str | None = None) -> list[NaiveNode]:
+        roots = [r for n, r in self.roots.items() if namespace in (None, n)]
+        found: list[NaiveNode] = []
+        for node in roots:
+            todo = list(node.children)
+            while todo:
+                found.append(todo[0])
+                todo = todo[1:] + todo[0].children
+        return found
+
+    def num_tokens(self, namespace: str | None = None) -> int:
+        return sum(len(node.tokens) for node in self.nodes(namespace))
+
+    def owned(self) -> set[int]:
+        return {block for node in self.nodes() for block in node.entries.values()}
+
+    def path(self, namespace: str, tokens: Tokens) -> tuple[list[NaiveNode], int]:
+        node, path, found = self.roots.get(namespace), [], 0
+        while node is not None:
+            below = [c for c in node.children if found < len(tokens) and c.tokens[0] == tokens[found]]
+            node = below[0] if below else None
+            if node is None:
+                break
+            path.append(node)
+            for token in node.tokens:
+                if found == len(tokens) or token != tokens[found]:
+                    return path, found
+                found += 1
+        return path, found
+
+    def table(self, path: list[NaiveNode], num_tokens: int) -> tuple[list[int], set[int]]:
+        """Blocks of the first ``num_tokens`` tokens of a path, and what of the path is not among them."""
+        chosen: dict[int, int] = {}
+        seen: set[int] = set()
+        for node in path:
+            if node.depth < num_tokens:
+                used = {k: b for k, b in node.entries.items() if k * self.block_size < num_tokens}
+                chosen.update(used)
+                seen.update(used.values())
+        blocks = [chosen[k] for k in sorted(chosen)]
+        return blocks, seen - set(blocks)
+
+    # ---- changing
+
+    def match(self, namespace: str, tokens: Tokens, limit: int, rank: int) -> tuple[int, list[int], set[int]]:
+        path, found = self.path(namespace, tokens)
+        for node in path:
+            parts_here = node is path[-1] and found < node.end and found < len(tokens)
+            if not parts_here:
+                node.last_used = rank
+                node.num_uses += 1
+        hit = min(found, limit)
+        return hit, *self.table(path, hit)
+
+    def insert(self, namespace: str, tokens: Tokens, table: list[int], rank: int) -> tuple[int, set[int]]:
+        """Returns how many tokens are new, and every block on their path."""
+        if not tokens:
+            return 0, set()
+        root = self.roots.setdefault(namespace, NaiveNode(None, (), {}, 0))
+        path, found = self.path(namespace, tokens)
+        if found < len(tokens):
+            parent = path[-1] if path else root
+            if path and found < parent.end:
+                parent = path[-1] = self.split(parent, found)
+            size = self.block_size
+            fresh = {k: b for k, b in enumerate(table) if (k + 1) * size > found and k * size < len(tokens)}
+            if path and not parent.children:
+                parent.tokens += tokens[found:]
+                parent.entries.update(fresh)
+            else:
+                path.append(NaiveNode(parent, tokens[found:], fresh, found, inserted=rank))
+                parent.children.append(path[-1])
+            self.align(path[-1])
+        for node in path:
+            node.last_used = rank
+        blocks, others = self.table(path, len(tokens))
+        return len(tokens) - found, set(blocks) | others
+
+    def split(self, node: NaiveNode, at: int) -> NaiveNode:
+        size, parent = self.block_size, node.parent
+        assert parent is not None
+        upper = NaiveNode(parent, node.tokens[: at - node.depth], {}, node.depth)
+        upper.entries = {k: b for k, b in node.entries.items() if k * size < at}
+        upper.last_used, upper.inserted, upper.num_uses = node.last_used, node.inserted, node.num_uses
+        upper.children = [node]
+        parent.children[parent.children.index(node)] = upper
+        node.entries = {k: b for k, b in node.entries.items() if (k + 1) * size > at}
+        node.parent, node.tokens, node.depth = upper, node.tokens[at - node.depth :], at
+        return upper
+
+    def align(self, node: NaiveNode) -> None:
+        at = min(node.entries)
+        chain = node.ancestors()
+        same = [i for i, above in enumerate(chain) if above.entries.get(at) == node.entries[at]]
+        for between in chain[: same[0]] if same else []:
+            between.entries[at] = node.entries[at]
+
+    def evict(self, num_blocks: int, held: set[int]) -> int:
+        """Returns how many blocks became free."""
+        before = self.owned() - held
+        while len(before - self.owned()) < num_blocks:
+            victims = [n for n in self.nodes() if not n.children and n.entries[max(n.entries)] not in held]
+            victim = min(victims, key=lambda node: self.policy.priority(node.stats()))
+            while (
+                victim.entries
+                and victim.entries[max(victim.entries)] not in held
+                and len(before - self.owned()) < num_blocks
+            ):
+                self.drop_tail(victim)
+        return len(before - self.owned())
+
+    def clear(self, namespace: str, held: set[int]) -> int:
+        before = self.owned() - held
+        while victims := [
+            n for n in self.nodes(namespace) if not n.children and n.entries[max(n.entries)] not in held
+        ]:
+            self.drop_tail(victims[0])
+        return len(before - self.owned())
+
+    def drop_tail(self, leaf: NaiveNode) -> None:
+        at = max(leaf.entries)
+        del leaf.entries[at]
+        leaf.tokens = leaf.tokens[: max(0, at * self.block_size - leaf.depth)]
+        if leaf.tokens:
+            return
+        parent = leaf.parent
+        assert parent is not None
+        assert not leaf.entries
+        parent.children.remove(leaf)
+        if parent.parent is None:
+            self.roots = {n: r for n, r in self.roots.items() if r.children}
+        elif len(parent.children) == 1:
+            self.merge(parent, parent.children[0])
+
+    def merge(self, upper: NaiveNode, lower: NaiveNode) -> None:
+        differ = self.policy.priority(upper.stats()) != self.policy.priority(lower.stats())
+        if min(len(upper.tokens), len(lower.tokens)) >= self.block_size and differ:
+            return
+        if len(lower.tokens) < len(upper.tokens):
+            lower.last_used, lower.inserted, lower.num_uses = upper.last_used, upper.inserted, upper.num_uses
+        lower.tokens = upper.tokens + lower.tokens
+        lower.entries = upper.entries | lower.entries
+        lower.depth, lower.parent = upper.depth, upper.parent
+        assert upper.parent is not None
+        siblings = upper.parent.children
+        siblings[siblings.index(upper)] = lower
