@@ -3,7 +3,6 @@ VENV ?= .venv
 PYTHON ?= python3
 BIN := $(VENV)/bin
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
-export PYTHONWARNINGS ?= default
 
 .PHONY: help setup run demo test check format docs bench bench-prefix bench-serve lock clean
 
