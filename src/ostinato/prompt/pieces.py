@@ -33,6 +33,7 @@ NO_NEIGHBOUR: Final = ""
 _INERT: Final = "n"
 # The kinds of stand-ins, by what the marker does to the white space on its left and right.
 _KINDS: Final = {(False, False): _INERT, (True, False): "l", (False, True): "r", (True, True): "b"}
+STRIPPING_LEFT: Final = frozenset({"l", "b"})
 
 # From this length on it pays to look for the piece that this one grew out of.
 _LONG_CHARS = 2_000

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from blake3 import blake3
 from ..errors import TemplateError
 from ..ports import TextStream
 from ..types import Rendered, TokenArray
-from .pieces import NO_NEIGHBOUR, PieceEncoder, kind_of
+from .pieces import NO_NEIGHBOUR, STRIPPING_LEFT, PieceEncoder, kind_of
 from .token_text import TokenText
 from .tokenizer_files import TokenizerFiles, read_tokenizer_files
 
@@ -27,6 +27,32 @@ class SpannedTokens:
 
     ids: TokenArray
     segments: TokenArray
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A marker, or the text of the segments from ``first`` to ``stop`` between markers of two kinds."""
+
+    text: str
+    first: int
+    stop: int
+    left: str = NO_NEIGHBOUR
+    right: str = NO_NEIGHBOUR
+    is_marker: bool = False
+
+    @property
+    def loses_end(self) -> bool:
+        """Whether the marker after the text takes white space away from it."""
+        return self.right in STRIPPING_LEFT and self.text[-1:].isspace()
+
+
+@dataclass(frozen=True, slots=True)
+class Tail:
+    """The text after a prompt's last marker, the kind of that marker, and the text's ids."""
+
+    left: str
+    text: str
+    ids: TokenArray
 
 
 class HFTokenizer:
@@ -95,13 +121,30 @@ class HFTokenizer:
         Raises:
             TemplateError: a marker is not a token of this model.
         """
-        parts = [
-            self._marker_ids[run.text]
-            if run.is_marker
-            else self._pieces.encode(run.left, run.text, run.right)
-            for run in self._runs(rendered)
-        ]
-        return np.concatenate(parts) if parts else np.zeros(0, dtype=np.int32)
+        return self.encode_runs(rendered, None)
+
+    def encode_runs(
+        self, rendered: Rendered, known: Callable[[str, str], TokenArray | None] | None
+    ) -> TokenArray:
+        """:meth:`encode_rendered`, but with the ids that ``known`` has for a text after a marker.
+
+        ``known(kind, text)`` is asked for every text between two markers, with the kind of the first.
+        """
+        parts = [np.zeros(0, dtype=np.int32)]
+        for run in self._runs(rendered):
+            if run.is_marker:
+                parts.append(self._marker_ids[run.text])
+                continue
+            ids = known(run.left, run.text) if known is not None and not run.loses_end else None
+            parts.append(self._pieces.encode(run.left, run.text, run.right) if ids is None else ids)
+        return np.concatenate(parts)
+
+    def tail(self, rendered: Rendered) -> Tail:
+        """The text after a prompt's last marker: what is generated goes on from there."""
+        last = Run("", 0, 0)
+        for run in self._runs(rendered):
+            last = Run("", 0, 0, left=self._marker_kinds[run.text]) if run.is_marker else run
+        return Tail(last.left, last.text, self._pieces.encode(last.left, last.text, NO_NEIGHBOUR))
 
     def encode_spans(self, rendered: Rendered) -> SpannedTokens:
         """:meth:`encode_rendered`, with the segment of every token.
@@ -125,7 +168,7 @@ class HFTokenizer:
             )
         return SpannedTokens(np.concatenate(ids), np.concatenate(segments))
 
-    def _runs(self, rendered: Rendered) -> Iterator[_Run]:
+    def _runs(self, rendered: Rendered) -> Iterator[Run]:
         """The markers of a prompt, and the text between them, segments beside each other as one."""
         left = NO_NEIGHBOUR
         first, texts = 0, list[str]()
@@ -140,11 +183,11 @@ class HFTokenizer:
                     "take the model's own template, or one made for its family"
                 )
             if text := "".join(texts):
-                yield _Run(text, first, index, left, right)
-            yield _Run(segment.text, index, index + 1, is_marker=True)
+                yield Run(text, first, index, left, right)
+            yield Run(segment.text, index, index + 1, is_marker=True)
             left, first, texts = right, index + 1, []
         if text := "".join(texts):
-            yield _Run(text, first, len(rendered.segments), left, NO_NEIGHBOUR)
+            yield Run(text, first, len(rendered.segments), left, NO_NEIGHBOUR)
 
     # ------------------------------------------------------------ tokens to text
 
@@ -162,18 +205,6 @@ class HFTokenizer:
     def text_stream(self) -> TextStream:
         """A fresh stream for ids that arrive one by one."""
         return self._text.stream()
-
-
-@dataclass(frozen=True, slots=True)
-class _Run:
-    """A marker, or the text of the segments from ``first`` to ``stop`` between markers of two kinds."""
-
-    text: str
-    first: int
-    stop: int
-    left: str = NO_NEIGHBOUR
-    right: str = NO_NEIGHBOUR
-    is_marker: bool = False
 
 
 def _identity(files: TokenizerFiles, *, special: list[str]) -> str:
