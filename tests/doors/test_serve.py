@@ -8,12 +8,12 @@ import signal
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import httpx
 import openai
 import pytest
 
@@ -42,7 +42,8 @@ class Served:
         return self.own.chat.completions.create(model=self.model, messages=messages, **options)
 
     def held_blocks(self) -> int:
-        text = httpx.get(f"{self.url}/metrics").text
+        with urllib.request.urlopen(f"{self.url}/metrics", timeout=30) as reply:
+            text = reply.read().decode()
         found = re.search(r'^ostinato:kv_blocks\{state="held"\} (\S+)', text, re.MULTILINE)
         assert found
         return int(float(found.group(1)))
