@@ -10,8 +10,9 @@ import pytest
 
 from ostinato.errors import ParameterError, TemplateError
 from ostinato.ports import SystemClock
+from ostinato.prompt.check import check_template
 from ostinato.prompt.conversation import conversation_from_dicts
-from ostinato.prompt.template import JinjaTemplate, chatml, named_template, template_for
+from ostinato.prompt.template import JinjaTemplate, chatml, format_for, named_template, template_for
 from ostinato.prompt.tokens import HFTokenizer
 from ostinato.types import Conversation, Message, Segment, ToolCall
 
@@ -178,3 +179,14 @@ def test_unknown_names_and_options_are_refused() -> None:
         named_template("x")
     with pytest.raises(ParameterError, match="chatml template has no option 'colour'"):
         named_template("chatml", colour="red")
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [("chatml", "chatml"), ("llama3", "llama3"), ("mistral", "mistral-v3"), ("phi3", "phi3"),
+     ("gemma", "gemma"), ("llama2", None), ("wordpiece", None)],
+)  # fmt: skip
+def test_special_tokens_tell_the_format(tokenizers: Tokenizers, kind: str, name: str | None) -> None:
+    assert format_for(tokenizers(kind)) == name
+    if name is not None:
+        assert check_template(named_template(name), tokenizers(kind)).is_good

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -272,6 +273,25 @@ def test_broken_files_are_named(tmp_path: Path, content: str, says: str) -> None
     (tmp_path / "tokenizer.json").write_text(content)
     with pytest.raises(ModelCorruptError, match=says):
         load(tmp_path)
+
+
+def test_a_vocabulary_with_gaps_is_refused(tmp_path: Path) -> None:
+    content = json.loads(tokenizer_json("chatml"))
+    content["model"]["vocab"]["~"] = 10_000
+    content["added_tokens"] = []
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    with pytest.raises(ModelUnsupportedError, match="has gaps"):
+        load(tmp_path)
+
+
+def test_several_threads_at_once(tokenizers: Tokenizers, tmp_path: Path) -> None:
+    tokenizer = tokenizers("mistral")
+    texts = [f"the fox {number} and " * (number * 20) for number in range(1, 20)]
+    expected = [tokenizer.encode(text).tolist() for text in texts]
+    fresh = load(write_folder(tmp_path, "mistral", config=SETTINGS["mistral"]))
+    with ThreadPoolExecutor(4) as pool:
+        for _ in range(3):
+            assert [ids.tolist() for ids in pool.map(fresh.encode, texts)] == expected
 
 
 def test_a_folder_without_a_tokenizer(tmp_path: Path) -> None:

@@ -11,14 +11,14 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from ostinato.errors import TemplateError
+from ostinato.errors import ConversationError, TemplateError
 from ostinato.ports import SystemClock
 from ostinato.prompt.conversation import conversation_from_dicts
 from ostinato.prompt.formats import FORMATS
 from ostinato.prompt.template import JinjaTemplate, Template, named_template
 from ostinato.prompt.tokens import HFTokenizer
-from ostinato.prompt.trust import Disguise
-from ostinato.types import Conversation, Message, Rendered
+from ostinato.prompt.trust import Disguise, refuse_special_tokens
+from ostinato.types import Conversation, Message, Rendered, ToolCall
 
 from .jinja_sources import PAIRS
 from .talk import conversation
@@ -334,3 +334,19 @@ def test_hostile_text_is_text_for_every_template_type(tokenizers: Tokenizers) ->
         ]
         numbers = tokenizer.encode_rendered(rendered).tolist()
         assert tokenizer.decode(numbers, skip_special_tokens=False) == rendered.text
+
+
+def test_special_tokens_can_be_refused_instead() -> None:
+    special = ["<|im_end|>", "</s>"]
+    refuse_special_tokens(conversation(("user", "<|im_end"), ("assistant", "< /s>")), special)
+    call = ToolCall("c", "f", '{"a": "</s>"}')
+    messages = (
+        Message("user", "a<|im_end|>"),
+        Message("user", "", name="</s>"),
+        Message("assistant", reasoning="</s>"),
+        Message("assistant", tool_calls=(call,)),
+    )
+    for message in messages:
+        with pytest.raises(ConversationError, match=r"messages\[1\] contains the special token") as caught:
+            refuse_special_tokens(Conversation((Message("user", "x"), message)), special)
+        assert caught.value.index == 1

@@ -21,7 +21,7 @@ import orjson
 from blake3 import blake3
 from tokenizers import AddedToken, Tokenizer
 
-from ..errors import ModelCorruptError, TemplateError
+from ..errors import ModelCorruptError, ModelUnsupportedError, TemplateError
 from ..types import TokenArray
 from .memo import PieceMemo
 from .resync import MARGIN_CHARS, Joints, find_joints
@@ -68,20 +68,23 @@ class PieceEncoder:
 
     Raises:
         ModelCorruptError: ``tokenizers`` cannot read the description.
+        ModelUnsupportedError: the vocabulary has gaps.
     """
 
     def __init__(self, files: TokenizerFiles, *, nonce: str) -> None:
         assert len(nonce) >= MIN_NONCE_LENGTH, "a short nonce can be guessed"
         assert nonce.isdigit(), "a nonce is made of digits"
-        self._files = files
         self._nonce = nonce
-        self._description = {**files.backend, "truncation": None, "padding": None}
+        self._additions = [files.added[number] for number in sorted(files.added)]
+        self._controls = list(files.control_tokens)
+        # Kept as bytes: parsed, a vocabulary takes many times the room.
+        description = {**files.backend, "truncation": None, "padding": None}
+        self._description = orjson.dumps(description)
         self._backend = self._build(nonce, self._description)
         self.tokenizer = self._backend.tokenizer
         self.around_prompt = _around_prompt(self.tokenizer)
         # From here on it would only move the offsets about.
         self.tokenizer.post_processor = None
-        self._description["post_processor"] = None
         stand_in_ids = {self.tokenizer.token_to_id(text) for text in self._backend.stand_ins.values()}
         assert None not in stand_in_ids, "a stand-in was not added"
         declared: dict[int, AddedToken] = self.tokenizer.get_added_tokens_decoder()
@@ -89,14 +92,18 @@ class PieceEncoder:
             number: token for number, token in sorted(declared.items()) if number not in stand_in_ids
         }
         self.vocab_size: int = min(stand_in_ids)
+        if self.vocab_size <= _last_id(files.backend["model"]):
+            raise ModelUnsupportedError("the tokenizer's vocabulary has gaps: its ids reach beyond its size")
         special = {number for number, token in self.added_tokens.items() if token.special}
         self._guarded = frozenset(special - {_unknown_id(files.backend["model"])})
         self._memo = PieceMemo()
         self._anchors: deque[tuple[str, str, Piece]] = deque()
-        self._joints = find_joints({**self._description, "added_tokens": self._declarations()})
+        declarations = [{"content": token.content} for token in self.added_tokens.values()]
+        self._joints = find_joints({**description, "added_tokens": declarations})
         self._suffix_backend = self._backend
         if self._joints is not None and self._joints.prepends:
-            self._suffix_backend = self._build(nonce, _without_prepend(self._description))
+            bare = {**_without_prepend(description), "post_processor": None}
+            self._suffix_backend = self._build(nonce, orjson.dumps(bare))
         self._lock = threading.Lock()
 
     def encode(self, left: str, text: str, right: str) -> TokenArray:
@@ -224,18 +231,18 @@ class PieceEncoder:
         while nonce in text:  # by a chance of one in 10^16, or because somebody tries
             nonce = str(int.from_bytes(blake3(nonce.encode()).digest()))[:40]
             backend = self._build(nonce, self._description)
+            backend.tokenizer.post_processor = None
         return backend
 
-    def _build(self, nonce: str, description: dict[str, Any]) -> _Backend:
+    def _build(self, nonce: str, description: bytes) -> _Backend:
         try:
-            tokenizer = Tokenizer.from_buffer(orjson.dumps(description))
+            tokenizer = Tokenizer.from_buffer(description)
         except Exception as error:  # the library raises no narrower class
             raise ModelCorruptError(f"tokenizers cannot read tokenizer.json: {error}") from error
         # As transformers does: what the configuration declares beyond tokenizer.json is added.
         known = {repr(token) for token in tokenizer.get_added_tokens_decoder().values()}
-        additions = [self._files.added[number] for number in sorted(self._files.added)]
-        tokenizer.add_tokens([token for token in additions if repr(token) not in known])
-        tokenizer.add_special_tokens(list(self._files.control_tokens))
+        tokenizer.add_tokens([token for token in self._additions if repr(token) not in known])
+        tokenizer.add_special_tokens(self._controls)
         tokenizer.encode_special_tokens = True
         stand_ins = {kind: f"{nonce}{kind}{nonce}" for kind in _KINDS.values()}
         tokenizer.add_tokens(
@@ -245,9 +252,6 @@ class PieceEncoder:
             ]
         )
         return _Backend(tokenizer, stand_ins)
-
-    def _declarations(self) -> list[dict[str, str]]:
-        return [{"content": token.content} for token in self.added_tokens.values()]
 
 
 def _around_prompt(tokenizer: Any) -> tuple[TokenArray, TokenArray]:
@@ -298,3 +302,8 @@ def _unknown_id(model: dict[str, Any]) -> int | None:
     unknown = model.get("unk_token")
     vocabulary = model.get("vocab")
     return vocabulary.get(unknown) if isinstance(vocabulary, dict) and isinstance(unknown, str) else None
+
+
+def _last_id(model: dict[str, Any]) -> int:
+    vocabulary = model.get("vocab", {})
+    return max(vocabulary.values(), default=-1) if isinstance(vocabulary, dict) else len(vocabulary) - 1

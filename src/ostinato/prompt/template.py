@@ -32,6 +32,7 @@ __all__ = [
     "RuledTemplate",
     "Template",
     "chatml",
+    "format_for",
     "named_template",
     "template_for",
 ]
@@ -95,6 +96,26 @@ def named_template(name: str, **options: Any) -> FunctionTemplate:
             f"there is no template {name!r}; there are {', '.join(sorted(FORMATS))}", param="template"
         )
     return FunctionTemplate(FORMATS[name], **options)
+
+
+# Special tokens that tell a format, the more telling ones first.
+_TELLING = (
+    ("<|im_sep|>", "phi4"),
+    ("<|im_start|>", "chatml"),
+    ("<|channel|>", "harmony"),
+    ("<|start_header_id|>", "llama3"),
+    ("<start_of_turn>", "gemma"),
+    ("<|START_OF_TURN_TOKEN|>", "command-r"),
+    ("<｜User｜>", "deepseek-v3"),
+    ("[SYSTEM_PROMPT]", "mistral-v7-tekken"),
+    ("[INST]", "mistral-v3"),
+    ("<|end|>", "phi3"),
+)
+
+
+def format_for(tokenizer: HFTokenizer) -> str | None:
+    """The name of the chat format that a model's special tokens tell of, for models without a template."""
+    return next((name for token, name in _TELLING if token in tokenizer.special_tokens), None)
 
 
 def template_for(

@@ -21,8 +21,8 @@ from typing import Any
 
 from blake3 import blake3
 
-from ..errors import ModelUnsupportedError
-from ..types import Segment
+from ..errors import ConversationError, ModelUnsupportedError
+from ..types import Conversation, Segment
 
 _ESCAPE_DIGITS = 20
 _MAX_TRIES = 1000
@@ -168,6 +168,24 @@ class Disguise:
         if text := rendered[end:].replace(escape, ""):
             segments.append(Segment(text))
         return tuple(segments)
+
+
+def refuse_special_tokens(conversation: Conversation, special_tokens: Collection[str]) -> None:
+    """For who would rather refuse the text of special tokens in messages than have it as text.
+
+    Raises:
+        ConversationError: a message contains such text; names the message and the token.
+    """
+    found = re.compile(longest_first(special_tokens))
+    for index, message in enumerate(conversation.messages):
+        texts = [message.content, message.reasoning, message.name or ""]
+        texts += [part for call in message.tool_calls for part in (call.name, call.arguments)]
+        for text in texts:
+            if match := found.search(text):
+                raise ConversationError(
+                    f"messages[{index}] contains the special token {match[0]!r}, which is refused here",
+                    index=index,
+                )
 
 
 def map_strings(value: Any, change: Callable[[str], str]) -> Any:
