@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import click
 
 from . import __version__
-from .config import Settings, parse_size
+from .config import Settings, parse_size, tame_waiting_threads
 from .errors import ClientError, OstinatoError
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -72,8 +72,9 @@ def main(verbose: bool) -> None:
 
     Every option can also be set in the environment, as OSTINATO_<OPTION>.
     """
+    tame_waiting_threads(os.environ)
     logging.basicConfig(
-        level=logging.DEBUG if verbose else logging.WARNING, format="%(levelname)s %(name)s: %(message)s"
+        level=logging.INFO if verbose else logging.WARNING, format="%(levelname)s %(name)s: %(message)s"
     )
 
 

@@ -6,7 +6,7 @@ option; the command line wins over the environment, the environment over the def
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Self
@@ -88,6 +88,17 @@ class Settings:
                 raise ParameterError(f"{name} must be at least 1", param=name)
         if not 0 <= self.port <= 65535:
             raise ParameterError("port must be between 0 and 65535", param="port")
+
+
+def tame_waiting_threads(environment: MutableMapping[str, str]) -> None:
+    """Let torch's threads sleep soon when they wait for one another. Before torch is imported.
+
+    GNU OpenMP spins for milliseconds at every barrier. Alone on a machine that costs nothing; where another
+    process wants the same cores the spinning thread keeps the awaited one from running, and a step takes up
+    to forty times as long (``LOG.md``). For processes that are ours; a library leaves its host alone.
+    """
+    if "OMP_WAIT_POLICY" not in environment:
+        environment.setdefault("GOMP_SPINCOUNT", "5000")
 
 
 def parse_size(text: str) -> int:
