@@ -195,11 +195,20 @@ class NaiveIndex:
         return len(before - self.owned())
 
     def clear(self, namespace: str, held: set[int]) -> int:
+        """Leaf after leaf, last first; a parent follows its last child. The order decides what merges."""
         before = self.owned() - held
-        while victims := [
-            n for n in self.nodes(namespace) if not n.children and n.entries[max(n.entries)] not in held
-        ]:
-            self.drop_tail(victims[0])
+        todo, leaves = [self.roots[namespace]] if namespace in self.roots else [], []
+        while todo:
+            node = todo.pop()
+            todo += node.children
+            leaves += [] if node.children else [node]
+        while leaves:
+            leaf = leaves.pop()
+            parent = leaf.parent
+            while leaf.entries and leaf.entries[max(leaf.entries)] not in held:
+                self.drop_tail(leaf)
+            if not parent.children and parent.parent is not None:
+                leaves.append(parent)
         return len(before - self.owned())
 
     def drop_tail(self, leaf: NaiveNode) -> None:

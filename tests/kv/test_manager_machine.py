@@ -198,9 +198,12 @@ class ManagerMachine(RuleBasedStateMachine):
         sequence = data.draw(st.sampled_from(self.sequences))
         for other in [other for other in self.sequences if other is not sequence]:
             self.drop(other)
-        num_tokens = (self.manager.num_blocks - len(sequence.source)) * self.size
-        assert self.reserve_for(sequence, num_tokens, num_spare)
-        assert not self.reserve_for(sequence, self.manager.num_blocks * self.size + 1, num_spare)
+        everything = self.manager.num_blocks * self.size
+        self.reserve_for(sequence, everything - data.draw(st.integers(0, everything)), num_spare)
+        pinned = len(sequence.source)
+        assert self.reserve_for(sequence, everything, num_spare) == (not pinned)
+        assert self.reserve_for(sequence, everything - pinned * self.size, num_spare)
+        assert not self.reserve_for(sequence, everything + 1, num_spare)
 
     @precondition(lambda self: self.sequences)
     @rule(data=st.data())
@@ -328,4 +331,4 @@ class ManagerMachine(RuleBasedStateMachine):
 
 
 TestManagerMachine = ManagerMachine.TestCase
-TestManagerMachine.settings = settings(max_examples=150, stateful_step_count=50, deadline=None)
+TestManagerMachine.settings = settings(max_examples=250, stateful_step_count=50, deadline=None)
