@@ -138,6 +138,19 @@ def test_a_commit_before_its_copy_was_taken_is_a_bug():
             lease.commit(as_array(range(8)))
 
 
+def test_a_commit_of_the_hit_alone_says_nothing_about_its_copy():
+    """A request that is preempted between its reservation and its first step commits what it found."""
+    manager = make(4)
+    store(manager, range(6))
+    with manager.acquire(NAMESPACE, as_array([*range(6), 9])) as lease:
+        assert lease.reserve(7)
+        lease.take_copies()
+        assert lease.commit(as_array(range(6))) == 0
+        assert manager.num_held_blocks == 3, "the source still stays"
+        assert lease.commit(as_array([*range(6), 9])) == 1
+        assert manager.num_held_blocks == 2
+
+
 def test_the_source_of_a_copy_outlives_its_replacement_until_commit():
     """Somebody else extends the leaf that the copy is made from; its old last block must not be reused."""
     manager = make(4)

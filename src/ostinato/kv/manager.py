@@ -175,6 +175,8 @@ class KVManager:
                 f"committed {len(tokens)} tokens, reserved {lease.num_tokens_reserved}"
             )
             assert data.startswith(lease._tokens), "committed tokens do not continue those before"
+            if len(tokens) <= lease.prefix_len:
+                return 0  # this lease has written nothing yet, and its copy may not have run
             lease._tokens = data
             self._rank += 1
             table = lease._table.ids
@@ -293,7 +295,7 @@ class Lease:
     def take_copies(self) -> tuple[SlotCopy, ...]:
         """The copies to run before anything is written or read, each handed out once.
 
-        Their sources stay as they are until the first ``commit`` or ``release`` after the ``reserve``.
+        Their sources stay as they are until the first ``commit`` of more than the hit, or ``release``.
         """
         copies, self._copies = self._copies, ()
         return copies
@@ -312,7 +314,8 @@ class Lease:
         """Makes ``tokens``, the whole sequence so far, findable: all of its KV is written.
 
         May be called as often as the sequence grows; the owner goes on writing behind ``tokens`` in the last
-        block. Returns how many tokens became newly findable, and emits ``BlocksStored`` if any did.
+        block. A commit of no more than the hit does nothing: the lease has written nothing yet. Returns how
+        many tokens became newly findable, and emits ``BlocksStored`` if any did.
         """
         return self._manager._commit(self, tokens)
 
