@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -34,6 +35,17 @@ MODEL = "smollm2-135m"
 def words(rng: np.random.Generator, length: int) -> list[int]:
     """Random ordinary tokens: timing depends on their number, not on what they say."""
     return rng.integers(1000, 40000, length).tolist()
+
+
+def stored_model() -> Path:
+    """The folder of the default model."""
+    from ostinato.config import Settings
+    from ostinato.models.fetch import fetch
+    from ostinato.models.store import ModelStore
+
+    settings = Settings.from_environment(os.environ)
+    assert settings.store is not None
+    return fetch(MODEL, ModelStore(settings.store), progress=None).path
 
 
 class Peer:
@@ -64,15 +76,9 @@ class Peer:
 
 def measure(shared_len: int, new_len: int, rounds: int) -> tuple[dict[str, Any], dict[str, Any]]:
     import ostinato
-    from ostinato.config import Settings
-    from ostinato.models.fetch import fetch
-    from ostinato.models.store import ModelStore
 
-    settings = Settings.from_environment(dict(__import__("os").environ))
-    assert settings.store is not None
-    local = fetch(MODEL, ModelStore(settings.store), progress=None)
     engine = ostinato.load(MODEL)
-    peer = Peer(local.path)
+    peer = Peer(stored_model())
     rng = np.random.default_rng(0)
     shared = words(rng, shared_len)
     salts = iter(range(10**6))
@@ -186,7 +192,7 @@ def memory() -> dict[str, Any]:
     for _ in range(4):
         engine.complete(words(rng, 2000), max_tokens=4, temperature=0.0)
     rss = psutil.Process().memory_info().rss
-    weights = sum(p.numel() * p.element_size() for p in _weights(engine))
+    weights = sum(file.stat().st_size for file in stored_model().glob("*.safetensors"))
     engine.close()
     return {
         "rss_mb": round(rss / 1e6),
@@ -195,11 +201,6 @@ def memory() -> dict[str, Any]:
         "arena_mb": round(arena / 1e6),
         "rest_mb": round((rss - weights - arena) / 1e6),
     }
-
-
-def _weights(engine: Any) -> list[Any]:
-    runner = engine.runtime._batcher._runner
-    return list({id(p): p for p in runner._loaded.model.parameters()}.values())
 
 
 def main() -> None:

@@ -129,7 +129,7 @@ def server(options: argparse.Namespace) -> Iterator[tuple[str, psutil.Process | 
         yield options.url.rstrip("/"), None
         return
     command = [sys.executable, str(ECHO_SERVER)] if options.echo else None
-    command = command or [sys.executable, "-m", "ostinato.cli", "serve", options.model, "--port", "0"]
+    command = command or [sys.executable, "-m", "ostinato", "serve", options.model, "--port", "0"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
         yield _address(process), psutil.Process(process.pid)

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, Self, TypeAlias
+from typing import TYPE_CHECKING, Any, Self, TypeAlias
 
 from .config import Settings
 from .errors import ParameterError
@@ -16,6 +16,12 @@ from .ports import Clock, SystemClock
 from .prompt.conversation import conversation_from_dicts
 from .runtime import Prepared, Runtime
 from .types import Chunk, Conversation, FinishReason, GenerationRequest, Message, SamplingParams, Usage
+
+if TYPE_CHECKING:
+    from .engines.worker import Worker
+    from .models.store import LocalModel
+    from .prompt.template import Template
+    from .prompt.tokens import HFTokenizer
 
 ConversationLike: TypeAlias = Conversation | SequenceOf[Mapping[str, Any]] | str
 
@@ -142,13 +148,7 @@ def load(model: str | Path | None = None, *, clock: Clock | None = None, **setti
 
 def build_runtime(settings: Settings, clock: Clock, progress: Any = None) -> Runtime:
     """Put the parts together: model, tokenizer, template, books, arena, engine."""
-    import torch
-
-    from .engines.batching import Batcher, BatchingSettings
-    from .engines.hf import load_model
-    from .engines.runners import PagedRunner, StatefulRunner
-    from .kv.hashing import Namespace
-    from .kv.manager import KVManager
+    from .engines.worker import Worker
     from .models.fetch import fetch
     from .models.store import ModelStore
     from .prompt.template import template_for
@@ -165,6 +165,31 @@ def build_runtime(settings: Settings, clock: Clock, progress: Any = None) -> Run
     nonce = str(secrets.randbelow(9 * 10**19) + 10**19)
     tokenizer = HFTokenizer.from_folder(local.path, nonce=nonce)
     template = template_for(tokenizer, settings.template, clock=clock, nonce=nonce)
+    worker = Worker("ostinato-engine")
+    try:
+        return worker.submit(lambda: _start(settings, local, tokenizer, template, clock, worker)).result()
+    except BaseException:
+        worker.close()
+        raise
+
+
+def _start(
+    settings: Settings,
+    local: LocalModel,
+    tokenizer: HFTokenizer,
+    template: Template | None,
+    clock: Clock,
+    worker: Worker,
+) -> Runtime:
+    """Load the model and start the engine; runs in ``worker``, which goes on as the engine."""
+    import torch
+
+    from .engines.batching import Batcher, BatchingSettings
+    from .engines.hf import load_model
+    from .engines.runners import PagedRunner, StatefulRunner
+    from .kv.hashing import Namespace
+    from .kv.manager import KVManager
+
     loaded = load_model(
         local.path,
         dtype=_dtype(settings, torch),
@@ -191,6 +216,7 @@ def build_runtime(settings: Settings, clock: Clock, progress: Any = None) -> Run
         clock,
         BatchingSettings(settings.max_batch_tokens, settings.max_sequences, settings.max_waiting),
         observer=lambda event: runtime.observe(event),
+        worker=worker,
     )
     runtime = Runtime(
         model_name=local.name,

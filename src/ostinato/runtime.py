@@ -84,7 +84,7 @@ class TokenizedPrompt:
 
 def tokenize_conversation(conversation: Conversation, tokenizer: Tokenizer, template: Template) -> TokenArray:
     """Check, render and tokenise; the tokens of a complete prompt, ready for the answer to follow."""
-    validate(conversation)
+    validate(conversation, roles=template.roles)
     return tokenizer.encode_rendered(template.render(conversation, add_generation_prompt=True))
 
 

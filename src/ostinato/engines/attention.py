@@ -28,20 +28,27 @@ _flash_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 # cheaper to gather once than to attend one by one.
 MAX_VIEWS = 8
 
+# The end of the past that is attended together with the rows that continue it (as after a hit in the middle
+# of a block): one call for both costs less than two, as long as the mask stays small.
+_MAX_TAIL = 64
+
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """One sequence's part of a step: rows ``[start, end)``, first at ``position``.
+    """One sequence's part of a step: rows ``[start, end)`` of it, first at ``position``.
 
-    ``past`` are the runs before this step, in order of position. ``own`` are the runs where this step's
-    rows go; a single row is read back from there together with the past, as one run where they meet.
+    ``past`` are the runs before this step, in order of position. ``tail`` is the run that the rows themselves
+    were written to, together with a short end of the past that it continues; ``None`` where they do not lie
+    in one run. ``tail_mask`` (additive, ``[rows, tail]``) hides from each row what comes after it, and is
+    ``None`` where being causal says that already.
     """
 
     start: int
     end: int
     position: int
     past: tuple[Run, ...]
-    attended: tuple[Run, ...]
+    tail: Run | None
+    tail_mask: Tensor | None
 
 
 @dataclass(slots=True)
@@ -59,6 +66,27 @@ class LayerRule:
     scaling: float
     window: int | None = None
     softcap: float | None = None
+
+
+def make_rows(
+    start: int, end: int, position: int, past: tuple[Run, ...], slot: int | None, *, dtype: torch.dtype
+) -> Rows:
+    """Lay out one sequence's rows; ``slot`` is where they begin, ``None`` if they do not lie in one run."""
+    num_rows = end - start
+    if slot is None:
+        return Rows(start, end, position, past, None, None)
+    last = past[-1] if past else None
+    continues = last is not None and (last.slot + last.length, last.position + last.length) == (
+        slot,
+        position,
+    )
+    if last is None or not continues or (num_rows > 1 and last.length > _MAX_TAIL):
+        return Rows(start, end, position, past, Run(slot, position, num_rows), None)
+    tail = Run(last.slot, last.position, last.length + num_rows)
+    mask = None
+    if num_rows > 1:
+        mask = torch.full((num_rows, tail.length), float("-inf"), dtype=dtype).triu(last.length + 1)
+    return Rows(start, end, position, past[:-1], tail, mask)
 
 
 def attend(
@@ -137,14 +165,21 @@ def attend_rows(
     window = rule.window
     if window is not None and rows.position + num_rows <= window:
         window = None
-    if num_rows == 1:
-        attended = rows.attended if window is None else _last(rows.attended, rows.position + 1 - window)
-        return merge([attend(query, k, v, rule, causal=False) for k, v in _stretches(attended, keys, values)])
-    if window is None:
-        parts = [attend(query, k, v, rule, causal=False) for k, v in _stretches(rows.past, keys, values)]
+    if num_rows > 1 and window is not None:
+        return _attend_window(rows, query, key, value, keys, values, rule, window)
+    past, tail = rows.past, rows.tail
+    if window is not None:
+        cut = rows.position + 1 - window
+        past = _last(past, cut)
+        tail = None if tail is None else _last((tail,), cut)[0]
+    parts = [attend(query, k, v, rule, causal=False) for k, v in _stretches(past, keys, values)]
+    if tail is None:
         parts.append(attend(query, key, value, rule, causal=True))
-        return merge(parts)
-    return _attend_window(rows, query, key, value, keys, values, rule, window)
+    elif rows.tail_mask is None:
+        parts.append(attend(query, *_view(keys, values, tail), rule, causal=True))
+    else:
+        parts.append(attend(query, *_view(keys, values, tail), rule, causal=False, mask=rows.tail_mask))
+    return merge(parts)
 
 
 def _attend_window(
@@ -157,16 +192,17 @@ def _attend_window(
     rule: LayerRule,
     window: int,
 ) -> tuple[Tensor, Tensor]:
-    past = _last(rows.past, rows.position + 1 - window)
-    views = [_view(keys, values, run) for run in past]
-    all_keys = torch.cat([view[0] for view in views] + [key], dim=2)
-    all_values = torch.cat([view[1] for view in views] + [value], dim=2)
     device = query.device
     row_positions = torch.arange(rows.position, rows.position + rows.end - rows.start, device=device)
-    key_positions = torch.cat(
-        [torch.arange(run.position, run.position + run.length, device=device) for run in past]
-        + [row_positions]
-    )
+    runs = _last(rows.past if rows.tail is None else (*rows.past, rows.tail), rows.position + 1 - window)
+    views = [_view(keys, values, run) for run in runs]
+    positions = [torch.arange(run.position, run.position + run.length, device=device) for run in runs]
+    if rows.tail is None:
+        views.append((key, value))
+        positions.append(row_positions)
+    all_keys = torch.cat([view[0] for view in views], dim=2)
+    all_values = torch.cat([view[1] for view in views], dim=2)
+    key_positions = torch.cat(positions)
     distance = row_positions.unsqueeze(1) - key_positions.unsqueeze(0)
     mask = torch.zeros(distance.shape, dtype=query.dtype, device=device)
     mask.masked_fill_((distance < 0) | (distance >= window), float("-inf"))
@@ -189,14 +225,14 @@ def _stretches(runs: Sequence[Run], keys: Tensor, values: Tensor) -> list[tuple[
     return stretches
 
 
-def _last(runs: tuple[Run, ...], position: int) -> list[Run]:
+def _last(runs: Sequence[Run], position: int) -> tuple[Run, ...]:
     """The parts of ``runs`` at ``position`` and after."""
     kept = []
     for run in runs:
         cut = max(0, position - run.position)
         if cut < run.length:
             kept.append(Run(run.slot + cut, run.position + cut, run.length - cut))
-    return kept
+    return tuple(kept)
 
 
 def attend_step(

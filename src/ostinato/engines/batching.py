@@ -27,6 +27,7 @@ from ..kv.manager import KVManager, Lease
 from ..ports import Clock
 from ..types import FinishReason, Plan, SamplingParams, SequencePlan, SlotCopy, TokenArray, TokenLogprob
 from .base import ModelRunner, Sampled
+from .worker import Worker
 
 _log = logging.getLogger(__name__)
 
@@ -158,7 +159,9 @@ class Batcher:
         clock: Clock,
         settings: BatchingSettings | None = None,
         observer: Observer | None = None,
+        worker: Worker | None = None,
     ) -> None:
+        """``worker``: the thread to run in, best the one that loaded the model; closed with the batcher."""
         self._runner = runner
         self._info = runner.info
         self._manager = manager
@@ -168,12 +171,13 @@ class Batcher:
         self._waiting: deque[Sequence] = deque()
         self._running: list[Sequence] = []
         self._copies: list[SlotCopy] = []
+        self._refused: tuple[int, int] | None = None  # who found no room, and how many blocks there were
         self._next_id = 0
         self._wake = threading.Condition()
         self._inbox: deque[Sequence] = deque()
         self._stopping = False
-        self._thread = threading.Thread(target=self._loop, name="ostinato-engine", daemon=True)
-        self._thread.start()
+        self._worker = worker or Worker("ostinato-engine")
+        self._worker.submit(self._loop)
 
     # ------------------------------------------------------------ from any thread
 
@@ -208,7 +212,7 @@ class Batcher:
     @property
     def is_alive(self) -> bool:
         """Whether it still takes requests."""
-        return not self._stopping and self._thread.is_alive()
+        return not self._stopping and self._worker.is_alive
 
     def load(self) -> BatcherLoad:
         with self._wake:
@@ -219,8 +223,7 @@ class Batcher:
         with self._wake:
             self._stopping = True
             self._wake.notify()
-        if threading.current_thread() is not self._thread:
-            self._thread.join()
+        self._worker.close()
 
     # ------------------------------------------------------------ the loop
 
@@ -344,10 +347,15 @@ class Batcher:
         for place, sequence in enumerate(self._waiting):
             if self._info.reuse and self._shares_with_running(sequence):
                 continue
+            available = self._manager.num_free_blocks + self._manager.num_evictable_blocks
+            if self._refused == (sequence.id, available):
+                return None  # nothing has changed since: a look-up now would only count as a use
             lease = self._manager.acquire(sequence.namespace, sequence.tokens)
             if not lease.reserve(sequence.num_tokens, spare_tokens=self._settings.growth_tokens):
                 lease.release()
+                self._refused = sequence.id, available
                 return None  # in order of arrival: nobody overtakes for being small
+            self._refused = None
             del self._waiting[place]
             sequence.lease = lease
             sequence.num_computed = lease.prefix_len

@@ -18,8 +18,8 @@ from torch import Tensor
 from transformers import AttentionInterface
 
 from ..kv.arena import Arena, LayerShape
-from ..types import Plan, Run, SamplingParams, SequencePlan, TokenArray
-from .attention import LayerRule, Rows, Step, attend_step
+from ..types import Plan, SamplingParams, SequencePlan, TokenArray
+from .attention import LayerRule, Rows, Step, attend_step, make_rows
 from .base import RunnerInfo, Sampled
 from .sampling import Sampler
 
@@ -130,7 +130,7 @@ def forward(loaded: LoadedModel, arena: Arena, sequences: tuple[SequencePlan, ..
     end = 0
     for sequence in sequences:
         start, end = end, end + len(sequence.tokens)
-        rows.append(Rows(start, end, int(sequence.positions[0]), sequence.past, _attended(sequence)))
+        rows.append(_lay_out(sequence, start, loaded.dtype))
         if sequence.sample:
             sampled.append(end - 1)
     slots = np.concatenate([sequence.slots for sequence in sequences])
@@ -148,16 +148,18 @@ def forward(loaded: LoadedModel, arena: Arena, sequences: tuple[SequencePlan, ..
     return logits
 
 
-def _attended(sequence: SequencePlan) -> tuple[Run, ...]:
-    """Past and own row as runs, joined where they meet; only needed for a single row."""
-    if len(sequence.tokens) != 1:
-        return ()
-    own = Run(int(sequence.slots[0]), int(sequence.positions[0]), 1)
-    if sequence.past:
-        last = sequence.past[-1]
-        if last.slot + last.length == own.slot and last.position + last.length == own.position:
-            return (*sequence.past[:-1], Run(last.slot, last.position, last.length + 1))
-    return (*sequence.past, own)
+def _lay_out(sequence: SequencePlan, start: int, dtype: torch.dtype) -> Rows:
+    slots = sequence.slots
+    first = int(slots[0])
+    in_one_run = int(slots[-1]) - first == len(slots) - 1 and bool((np.diff(slots) == 1).all())
+    return make_rows(
+        start,
+        start + len(slots),
+        int(sequence.positions[0]),
+        sequence.past,
+        first if in_one_run else None,
+        dtype=dtype,
+    )
 
 
 class _Samplers:
