@@ -1,0 +1,296 @@
+"""Trimming to a token budget, by whole turns, so that the cache loses as little as possible.
+
+A *turn* is a message of the user and all that follows it up to the next one. Turns are dropped whole, oldest
+first; where a tool's result answers a call of an earlier turn, the turns from the call to the result are
+one. System messages stay, wherever they stand. So do pinned messages, with their turn: half a turn helps no
+model, and many templates refuse it. Counts are exact: each is a prompt rendered and tokenized.
+
+What a trimmed prompt costs the cache depends on how it moves from turn to turn:
+
+- ``drop`` drops just enough. Over budget, nearly every turn drops something, and nearly every prompt parts
+  from the one before right behind the system text.
+- ``shorten`` shortens old tool results where they stand, oldest first. Everything before the first result
+  that is newly shortened stays byte for byte what it was. Where that is not enough it drops, too.
+- ``sticky`` cuts down to a low-water mark once the budget is full. The prompts after that only grow, and
+  share their prefix, until the budget is full again.
+
+Trimming is a function of the conversation alone, so a server that gets the whole history with every request
+cuts where it cut before. ``sticky`` finds the earlier cuts by going through the prompts there have been.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Literal, TypeAlias
+
+from ..errors import ParameterError, PromptTooLongError
+from ..ports import Tokenizer
+from ..types import Conversation, Message
+from .base import Template
+from .conversation import validate
+
+Strategy: TypeAlias = Literal["drop", "shorten", "sticky"]
+
+
+@dataclass(frozen=True, slots=True)
+class TrimRules:
+    """How to trim.
+
+    Args:
+        budget_tokens: the most tokens a prompt may have, generation prompt included.
+        strategy: ``drop``, ``shorten`` or ``sticky``.
+        low_water: the part of the budget that ``sticky`` cuts down to.
+        keep_chars: how many characters ``shorten`` keeps of a tool result.
+    """
+
+    budget_tokens: int
+    strategy: Strategy = "sticky"
+    low_water: float = 0.5
+    keep_chars: int = 400
+
+    def __post_init__(self) -> None:
+        if self.budget_tokens < 1:
+            raise ParameterError("budget_tokens must be at least 1", param="budget_tokens")
+        if self.strategy not in ("drop", "shorten", "sticky"):
+            raise ParameterError("strategy must be drop, shorten or sticky", param="strategy")
+        if not 0 < self.low_water <= 1:
+            raise ParameterError("low_water must be above 0 and at most 1", param="low_water")
+        if self.keep_chars < 0:
+            raise ParameterError("keep_chars must not be negative", param="keep_chars")
+
+
+@dataclass(frozen=True, slots=True)
+class Trimmed:
+    """What is left, and what it cost.
+
+    ``num_tokens`` is the prompt's length; ``kept``, ``dropped`` and ``shortened`` are indices of the
+    messages as they were given. ``given`` and ``cut`` let the next trimming go on from here: messages from
+    ``cut`` on were not dropped.
+    """
+
+    conversation: Conversation
+    num_tokens: int
+    kept: tuple[int, ...]
+    dropped: tuple[int, ...]
+    shortened: tuple[int, ...]
+    given: Conversation
+    cut: int
+
+
+class Trimmer:
+    """Trims the conversations of one model.
+
+    Args:
+        template: what renders them.
+        tokenizer: what counts them.
+        rules: how to trim.
+    """
+
+    def __init__(self, template: Template, tokenizer: Tokenizer, rules: TrimRules) -> None:
+        self._template = template
+        self._tokenizer = tokenizer
+        self._rules = rules
+
+    def count(self, conversation: Conversation) -> int:
+        """Tokens of the complete prompt."""
+        return len(self._tokenizer.encode_rendered(self._template.render(conversation)))
+
+    def trim(
+        self, conversation: Conversation, *, pinned: Collection[int] = (), since: Trimmed | None = None
+    ) -> Trimmed:
+        """The conversation within the budget; as it is where it fits.
+
+        Args:
+            conversation: the whole history.
+            pinned: indices of messages that must stay.
+            since: what this trimmer gave for an earlier part of the same conversation with the same pins. It
+                spares ``sticky`` the search for earlier cuts.
+
+        Raises:
+            ConversationError: the conversation breaks a rule.
+            TemplateError: the template refuses it, or refuses what is left of it.
+            ParameterError: ``pinned`` names a message that is not there.
+            PromptTooLongError: what always stays is longer than the budget; says by how much.
+        """
+        validate(conversation, roles=self._template.roles)
+        for index in pinned:
+            if not 0 <= index < len(conversation.messages):
+                raise ParameterError(f"pinned names messages[{index}], which is not there", param="pinned")
+        task = _Task(conversation, frozenset(pinned), self._rules, self.count)
+        return task.run(since)
+
+
+class _Task:
+    """One conversation that is being trimmed. Cuts are indices of messages at which turns begin."""
+
+    def __init__(
+        self,
+        conversation: Conversation,
+        pinned: frozenset[int],
+        rules: TrimRules,
+        count: Callable[[Conversation], int],
+    ) -> None:
+        self._given = conversation
+        # System text stays by itself, without the turn it stands in.
+        self._pinned = frozenset(i for i in pinned if not _is_system(conversation.messages[i]))
+        self._rules = rules
+        self._count = count
+        self._shortened: dict[int, Message] = {}
+
+    def run(self, since: Trimmed | None) -> Trimmed:
+        end = len(self._given.messages)
+        num_tokens = self._num_tokens(0, end)
+        if num_tokens <= self._rules.budget_tokens:
+            return self._result(0, num_tokens)
+        if self._rules.strategy == "shorten":
+            num_tokens = self._shorten()
+            if num_tokens <= self._rules.budget_tokens:
+                return self._result(0, num_tokens)
+        cut = self._sticky_cut(since) if self._rules.strategy == "sticky" else 0
+        num_tokens = self._num_tokens(cut, end)
+        if num_tokens > self._rules.budget_tokens:
+            cut, num_tokens = self._cut_further(cut, end, self._rules.budget_tokens)
+        if num_tokens > self._rules.budget_tokens:
+            over = num_tokens - self._rules.budget_tokens
+            raise PromptTooLongError(
+                f"the newest turn, with what always stays, has {num_tokens} tokens: {over} more than the "
+                f"budget of {self._rules.budget_tokens}; shorten it, or unpin messages",
+                num_tokens=num_tokens,
+                max_tokens=self._rules.budget_tokens,
+            )
+        return self._result(cut, num_tokens)
+
+    # ------------------------------------------------------------ dropping
+
+    def _cut_further(self, cut: int, end: int, target_tokens: int) -> tuple[int, int]:
+        """The first cut behind ``cut`` that leaves ``target_tokens`` or fewer; the last there is, if none."""
+        cuts = [start for start in _turn_starts(self._given.messages[:end]) if start > cut] or [cut]
+        at = bisect_left(cuts, True, key=lambda start: self._num_tokens(start, end) <= target_tokens)
+        found = cuts[min(at, len(cuts) - 1)]
+        return found, self._num_tokens(found, end)
+
+    def _sticky_cut(self, since: Trimmed | None) -> int:
+        """Where the prompts so far have been cut, and the newest with them."""
+        budget, messages = self._rules.budget_tokens, self._given.messages
+        low_tokens = max(1, int(budget * self._rules.low_water))
+        ends = _prompt_ends(messages)
+        cut, first = 0, 0
+        if since is not None and self._continues(since):
+            cut, first = since.cut, ends.index(len(since.given.messages)) + 1
+
+        def is_over(end: int) -> bool:
+            return self._num_tokens(cut, end) > budget
+
+        while (over := bisect_left(ends, True, lo=first, key=is_over)) < len(ends):
+            cut, _ = self._cut_further(cut, ends[over], low_tokens)
+            first = over + 1
+        return cut
+
+    def _continues(self, since: Trimmed) -> bool:
+        before, messages = since.given.messages, self._given.messages
+        return (
+            since.given.tools == self._given.tools
+            and messages[: len(before)] == before
+            and len(before) in _prompt_ends(messages)
+        )
+
+    # ------------------------------------------------------------ shortening
+
+    def _shorten(self) -> int:
+        """Shorten as many old tool results as are needed, oldest first; the tokens that are left."""
+        messages = self._given.messages
+        speaking = [index for index, message in enumerate(messages) if message.role == "assistant"]
+        fresh = speaking[-1] if speaking else 0
+        candidates: dict[int, Message] = {}
+        for index, message in enumerate(messages[:fresh]):
+            content = _shortened(message.content, self._rules.keep_chars)
+            if message.role == "tool" and index not in self._pinned and len(content) < len(message.content):
+                candidates[index] = replace(message, content=content)
+        order = list(candidates)
+
+        def fits(number: int) -> bool:
+            self._shortened = {index: candidates[index] for index in order[:number]}
+            return self._num_tokens(0, len(messages)) <= self._rules.budget_tokens
+
+        number = bisect_left(range(len(order) + 1), True, key=fits)
+        self._shortened = {index: candidates[index] for index in order[:number]}
+        return self._num_tokens(0, len(messages))
+
+    # ------------------------------------------------------------ what is left
+
+    def _indices(self, cut: int, end: int) -> list[int]:
+        """The messages before ``end`` that a cut leaves."""
+        messages = self._given.messages
+        starts = [*_turn_starts(messages[:end]), end]
+        # A result that came late may have joined the turns on both sides of an earlier cut.
+        cut = max(start for start in starts if start <= cut)
+        staying = {
+            index
+            for start, stop in pairwise(starts)
+            if not self._pinned.isdisjoint(range(start, stop))
+            for index in range(start, stop)
+        }
+        return [
+            index for index in range(end) if index >= cut or index in staying or _is_system(messages[index])
+        ]
+
+    def _left(self, indices: Sequence[int]) -> Conversation:
+        messages = (self._shortened.get(index, self._given.messages[index]) for index in indices)
+        return replace(self._given, messages=tuple(messages))
+
+    def _num_tokens(self, cut: int, end: int) -> int:
+        return self._count(self._left(self._indices(cut, end)))
+
+    def _result(self, cut: int, num_tokens: int) -> Trimmed:
+        kept = self._indices(cut, len(self._given.messages))
+        gone = set(range(len(self._given.messages))) - set(kept)
+        return Trimmed(
+            self._left(kept),
+            num_tokens,
+            tuple(kept),
+            tuple(sorted(gone)),
+            tuple(index for index in kept if index in self._shortened),
+            self._given,
+            cut,
+        )
+
+
+def _turn_starts(messages: Sequence[Message]) -> list[int]:
+    """Where turns begin, the first at 0; a tool's result is in the turn of its call."""
+    starts = [0]
+    made: dict[str, int] = {}
+    for index, message in enumerate(messages):
+        if message.role == "user" and index > 0:
+            starts.append(index)
+        for call in message.tool_calls:
+            made[call.id] = index
+        if message.role == "tool" and message.tool_call_id is not None:
+            called = made[message.tool_call_id]
+            while starts[-1] > called:
+                starts.pop()
+    # What stands before the first word of the user is not a turn by itself if it is only system text.
+    if len(starts) > 1 and all(map(_is_system, messages[: starts[1]])):
+        del starts[1]
+    return starts
+
+
+def _is_system(message: Message) -> bool:
+    return message.role in ("system", "developer")
+
+
+def _prompt_ends(messages: Sequence[Message]) -> list[int]:
+    """The ends of the prompts there have been, the whole being the last."""
+    return [
+        index + 1
+        for index, message in enumerate(messages)
+        if index + 1 == len(messages)
+        or (message.role != "assistant" and messages[index + 1].role == "assistant")
+    ]
+
+
+def _shortened(content: str, keep_chars: int) -> str:
+    left_out = len(content) - keep_chars
+    return f"{content[:keep_chars]}\n[… {left_out} characters left out]"
