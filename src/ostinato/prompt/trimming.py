@@ -9,13 +9,14 @@ What a trimmed prompt costs the cache depends on how it moves from turn to turn:
 
 - ``drop`` drops just enough. Over budget, nearly every turn drops something, and nearly every prompt parts
   from the one before right behind the system text.
-- ``shorten`` shortens old tool results where they stand, oldest first. Everything before the first result
-  that is newly shortened stays byte for byte what it was. Where that is not enough it drops, too.
 - ``sticky`` cuts down to a low-water mark once the budget is full. The prompts after that only grow, and
   share their prefix, until the budget is full again.
+- ``shorten`` shortens old tool results where they stand, oldest first, down to the low-water mark, too.
+  Everything before the first result that is newly shortened stays byte for byte what it was. Where that is
+  not enough, it drops as ``sticky`` does. Results that no answer follows yet are not old.
 
 Trimming is a function of the conversation alone, so a server that gets the whole history with every request
-cuts where it cut before. ``sticky`` finds the earlier cuts by going through the prompts there have been.
+cuts where it cut before: it finds the earlier cuts by going through the prompts there have been.
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ class TrimRules:
     Args:
         budget_tokens: the most tokens a prompt may have, generation prompt included.
         strategy: ``drop``, ``shorten`` or ``sticky``.
-        low_water: the part of the budget that ``sticky`` cuts down to.
+        low_water: the part of the budget that ``sticky`` and ``shorten`` make room down to; with 1 they do
+            only what this prompt needs.
         keep_chars: how many characters ``shorten`` keeps of a tool result.
     """
 
@@ -67,8 +69,8 @@ class Trimmed:
     """What is left, and what it cost.
 
     ``num_tokens`` is the prompt's length; ``kept``, ``dropped`` and ``shortened`` are indices of the
-    messages as they were given. ``given`` and ``cut`` let the next trimming go on from here: messages from
-    ``cut`` on were not dropped.
+    messages as they were given. ``given``, ``cut`` and ``num_short`` let the next trimming go on from here:
+    messages from ``cut`` on were not dropped, and so many tool results are shortened.
     """
 
     conversation: Conversation
@@ -78,6 +80,7 @@ class Trimmed:
     shortened: tuple[int, ...]
     given: Conversation
     cut: int
+    num_short: int
 
 
 class Trimmer:
@@ -107,7 +110,7 @@ class Trimmer:
             conversation: the whole history.
             pinned: indices of messages that must stay.
             since: what this trimmer gave for an earlier part of the same conversation with the same pins. It
-                spares ``sticky`` the search for earlier cuts.
+                spares the search for earlier cuts.
 
         Raises:
             ConversationError: the conversation breaks a rule.
@@ -124,7 +127,11 @@ class Trimmer:
 
 
 class _Task:
-    """One conversation that is being trimmed. Cuts are indices of messages at which turns begin."""
+    """One conversation that is being trimmed.
+
+    A cut is the index of a message at which a turn begins. ``num_short`` counts shortened tool results, the
+    oldest first; those in dropped turns count, too.
+    """
 
     def __init__(
         self,
@@ -138,56 +145,82 @@ class _Task:
         self._pinned = frozenset(i for i in pinned if not _is_system(conversation.messages[i]))
         self._rules = rules
         self._count = count
-        self._shortened: dict[int, Message] = {}
+        self._low_tokens = max(1, int(rules.budget_tokens * rules.low_water))
+        self._short: dict[int, Message] = {}
+        if rules.strategy == "shorten":
+            for index, message in enumerate(conversation.messages):
+                content = _shortened(message.content, rules.keep_chars)
+                if message.role == "tool" and index not in pinned and len(content) < len(message.content):
+                    self._short[index] = replace(message, content=content)
+        self._order = list(self._short)
 
     def run(self, since: Trimmed | None) -> Trimmed:
-        end = len(self._given.messages)
-        num_tokens = self._num_tokens(0, end)
-        if num_tokens <= self._rules.budget_tokens:
-            return self._result(0, num_tokens)
-        if self._rules.strategy == "shorten":
-            num_tokens = self._shorten()
-            if num_tokens <= self._rules.budget_tokens:
-                return self._result(0, num_tokens)
-        cut = self._sticky_cut(since) if self._rules.strategy == "sticky" else 0
-        num_tokens = self._num_tokens(cut, end)
-        if num_tokens > self._rules.budget_tokens:
-            cut, num_tokens = self._cut_further(cut, end, self._rules.budget_tokens)
-        if num_tokens > self._rules.budget_tokens:
-            over = num_tokens - self._rules.budget_tokens
+        end, budget = len(self._given.messages), self._rules.budget_tokens
+        cut, num_short = 0, 0
+        num_tokens = self._num_tokens(cut, end, num_short)
+        if num_tokens > budget and self._rules.strategy != "drop":
+            cut, num_short = self._walk(since)
+            num_tokens = self._num_tokens(cut, end, num_short)
+        if num_tokens > budget:
+            cut = self._cut_further(cut, end, num_short, budget)
+            num_tokens = self._num_tokens(cut, end, num_short)
+        if num_tokens > budget:
             raise PromptTooLongError(
-                f"the newest turn, with what always stays, has {num_tokens} tokens: {over} more than the "
-                f"budget of {self._rules.budget_tokens}; shorten it, or unpin messages",
+                f"the newest turn, with what always stays, has {num_tokens} tokens: {num_tokens - budget} "
+                f"more than the budget of {budget}; shorten it, or unpin messages",
                 num_tokens=num_tokens,
-                max_tokens=self._rules.budget_tokens,
+                max_tokens=budget,
             )
-        return self._result(cut, num_tokens)
+        kept = self._indices(cut, end)
+        gone = set(range(end)).difference(kept)
+        shortened = tuple(index for index in self._order[:num_short] if index not in gone)
+        left = self._left(kept, num_short)
+        return Trimmed(
+            left, num_tokens, tuple(kept), tuple(sorted(gone)), shortened, self._given, cut, num_short
+        )
 
-    # ------------------------------------------------------------ dropping
-
-    def _cut_further(self, cut: int, end: int, target_tokens: int) -> tuple[int, int]:
-        """The first cut behind ``cut`` that leaves ``target_tokens`` or fewer; the last there is, if none."""
-        cuts = [start for start in _turn_starts(self._given.messages[:end]) if start > cut] or [cut]
-        at = bisect_left(cuts, True, key=lambda start: self._num_tokens(start, end) <= target_tokens)
-        found = cuts[min(at, len(cuts) - 1)]
-        return found, self._num_tokens(found, end)
-
-    def _sticky_cut(self, since: Trimmed | None) -> int:
-        """Where the prompts so far have been cut, and the newest with them."""
-        budget, messages = self._rules.budget_tokens, self._given.messages
-        low_tokens = max(1, int(budget * self._rules.low_water))
-        ends = _prompt_ends(messages)
-        cut, first = 0, 0
+    def _walk(self, since: Trimmed | None) -> tuple[int, int]:
+        """Cut and shortened results after all the prompts there have been, the newest included."""
+        ends = _prompt_ends(self._given.messages)
+        cut, num_short, first = 0, 0, 0
         if since is not None and self._continues(since):
-            cut, first = since.cut, ends.index(len(since.given.messages)) + 1
+            cut, num_short = since.cut, since.num_short
+            first = ends.index(len(since.given.messages)) + 1
 
         def is_over(end: int) -> bool:
-            return self._num_tokens(cut, end) > budget
+            return self._num_tokens(cut, end, num_short) > self._rules.budget_tokens
 
         while (over := bisect_left(ends, True, lo=first, key=is_over)) < len(ends):
-            cut, _ = self._cut_further(cut, ends[over], low_tokens)
+            cut, num_short = self._relieve(cut, ends[over], num_short)
             first = over + 1
-        return cut
+        return cut, num_short
+
+    def _relieve(self, cut: int, end: int, num_short: int) -> tuple[int, int]:
+        """Make room in the prompt that ends at ``end``, down to the low-water mark if that can be."""
+        more = range(num_short + 1, bisect_left(self._order, self._first_fresh(end)) + 1)
+        if more:
+            at = bisect_left(
+                more, True, key=lambda number: self._num_tokens(cut, end, number) <= self._low_tokens
+            )
+            num_short = more[min(at, len(more) - 1)]
+            if self._num_tokens(cut, end, num_short) <= self._rules.budget_tokens:
+                return cut, num_short
+        return self._cut_further(cut, end, num_short, self._low_tokens), num_short
+
+    def _cut_further(self, cut: int, end: int, num_short: int, target_tokens: int) -> int:
+        """The first cut behind ``cut`` that leaves ``target_tokens`` or fewer; the last there is, if none."""
+        cuts = [start for start in _turn_starts(self._given.messages[:end]) if start > cut] or [cut]
+        at = bisect_left(
+            cuts, True, key=lambda start: self._num_tokens(start, end, num_short) <= target_tokens
+        )
+        return cuts[min(at, len(cuts) - 1)]
+
+    def _first_fresh(self, end: int) -> int:
+        """Tool results before here have been answered to."""
+        messages = self._given.messages[:end]
+        return max(
+            (index for index, message in enumerate(messages) if message.role == "assistant"), default=0
+        )
 
     def _continues(self, since: Trimmed) -> bool:
         before, messages = since.given.messages, self._given.messages
@@ -196,28 +229,6 @@ class _Task:
             and messages[: len(before)] == before
             and len(before) in _prompt_ends(messages)
         )
-
-    # ------------------------------------------------------------ shortening
-
-    def _shorten(self) -> int:
-        """Shorten as many old tool results as are needed, oldest first; the tokens that are left."""
-        messages = self._given.messages
-        speaking = [index for index, message in enumerate(messages) if message.role == "assistant"]
-        fresh = speaking[-1] if speaking else 0
-        candidates: dict[int, Message] = {}
-        for index, message in enumerate(messages[:fresh]):
-            content = _shortened(message.content, self._rules.keep_chars)
-            if message.role == "tool" and index not in self._pinned and len(content) < len(message.content):
-                candidates[index] = replace(message, content=content)
-        order = list(candidates)
-
-        def fits(number: int) -> bool:
-            self._shortened = {index: candidates[index] for index in order[:number]}
-            return self._num_tokens(0, len(messages)) <= self._rules.budget_tokens
-
-        number = bisect_left(range(len(order) + 1), True, key=fits)
-        self._shortened = {index: candidates[index] for index in order[:number]}
-        return self._num_tokens(0, len(messages))
 
     # ------------------------------------------------------------ what is left
 
@@ -237,25 +248,15 @@ class _Task:
             index for index in range(end) if index >= cut or index in staying or _is_system(messages[index])
         ]
 
-    def _left(self, indices: Sequence[int]) -> Conversation:
-        messages = (self._shortened.get(index, self._given.messages[index]) for index in indices)
+    def _left(self, indices: Sequence[int], num_short: int) -> Conversation:
+        short = set(self._order[:num_short])
+        messages = (
+            self._short[index] if index in short else self._given.messages[index] for index in indices
+        )
         return replace(self._given, messages=tuple(messages))
 
-    def _num_tokens(self, cut: int, end: int) -> int:
-        return self._count(self._left(self._indices(cut, end)))
-
-    def _result(self, cut: int, num_tokens: int) -> Trimmed:
-        kept = self._indices(cut, len(self._given.messages))
-        gone = set(range(len(self._given.messages))) - set(kept)
-        return Trimmed(
-            self._left(kept),
-            num_tokens,
-            tuple(kept),
-            tuple(sorted(gone)),
-            tuple(index for index in kept if index in self._shortened),
-            self._given,
-            cut,
-        )
+    def _num_tokens(self, cut: int, end: int, num_short: int) -> int:
+        return self._count(self._left(self._indices(cut, end), num_short))
 
 
 def _turn_starts(messages: Sequence[Message]) -> list[int]:
