@@ -165,13 +165,14 @@ class Batcher:
         self._runner = runner
         self._info = runner.info
         self._manager = manager
+        self._num_slots = manager.num_blocks * manager.block_size
         self._clock = clock
         self._settings = settings or BatchingSettings()
         self._observe = observer or (lambda event: None)
         self._waiting: deque[Sequence] = deque()
         self._running: list[Sequence] = []
         self._copies: list[SlotCopy] = []
-        self._refused: tuple[int, int] | None = None  # who found no room, and how many blocks there were
+        self._refused: tuple[int, int, int] | None = None  # who found no room, blocks and leases then
         self._next_id = 0
         self._wake = threading.Condition()
         self._inbox: deque[Sequence] = deque()
@@ -323,9 +324,9 @@ class Batcher:
         assert sequence.lease is not None
         while not sequence.lease.reserve(sequence.num_tokens, spare_tokens=self._settings.growth_tokens):
             youngest = self._running[-1]
-            if youngest is sequence and len(self._running) == 1:
+            if youngest is sequence and sequence.num_tokens > self._num_slots:
                 self._running.remove(sequence)
-                self._finish(sequence, "length")  # it fills the whole arena alone: nothing more fits
+                self._finish(sequence, "length")  # it fills the whole arena: nothing more ever fits
                 return False
             self._preempt(youngest)
             if youngest is sequence:
@@ -347,24 +348,28 @@ class Batcher:
         for place, sequence in enumerate(self._waiting):
             if self._info.reuse and self._shares_with_running(sequence):
                 continue
-            available = self._manager.num_free_blocks + self._manager.num_evictable_blocks
-            if self._refused == (sequence.id, available):
+            manager = self._manager
+            available = manager.num_free_blocks + manager.num_evictable_blocks
+            # The only lease can have everything: the last one to go may hold nothing and still matter.
+            refused = sequence.id, available, manager.num_leases
+            if self._refused == refused:
                 return None  # nothing has changed since: a look-up now would only count as a use
-            lease = self._manager.acquire(sequence.namespace, sequence.tokens)
+            del self._waiting[place]
+            self._running.append(sequence)  # so that whatever fails from here on ends it
+            lease = sequence.lease = self._manager.acquire(sequence.namespace, sequence.tokens)
             if not lease.reserve(sequence.num_tokens, spare_tokens=self._settings.growth_tokens):
-                lease.release()
-                self._refused = sequence.id, available
+                self._running.pop()
+                self._release(sequence)
+                self._waiting.insert(place, sequence)
+                self._refused = refused
                 return None  # in order of arrival: nobody overtakes for being small
             self._refused = None
-            del self._waiting[place]
-            sequence.lease = lease
             sequence.num_computed = lease.prefix_len
             self._copies += lease.take_copies()
             if sequence.started_s is None:
                 sequence.started_s = self._clock.monotonic()
                 sequence.cached_tokens = lease.prefix_len
                 self._runner.open(sequence.id, sequence.tokens[: sequence.num_prompt], sequence.params)
-            self._running.append(sequence)
             return sequence
         return None
 

@@ -20,6 +20,10 @@ from transformers.generation.logits_process import (
 from ..types import SamplingParams, TokenArray, TokenLogprob
 from .base import Sampled
 
+# Below this, dividing by the temperature overflows float32, and the likeliest token has all probability
+# anyway: its limit, greedy, is the exact answer.
+_COLDEST = 1e-5
+
 
 class Sampler:
     """Chooses the tokens of one sequence; remembers what penalties need and its own random stream."""
@@ -27,7 +31,7 @@ class Sampler:
     def __init__(self, params: SamplingParams, prompt: TokenArray, vocab_size: int) -> None:
         self._params = params
         self._vocab_size = vocab_size
-        self._greedy = params.temperature == 0.0
+        self._greedy = params.temperature < _COLDEST
         self._generator: torch.Generator | None = None
         if not self._greedy:
             self._generator = torch.Generator()
@@ -42,7 +46,7 @@ class Sampler:
         self._repetition: RepetitionPenaltyLogitsProcessor | None = None
         self._seen: dict[int, None] = {}
         if params.repetition_penalty != 1.0:
-            self._repetition = RepetitionPenaltyLogitsProcessor(penalty=params.repetition_penalty)
+            self._repetition = RepetitionPenaltyLogitsProcessor(penalty=float(params.repetition_penalty))
             self._seen = dict.fromkeys(prompt.tolist())
         self._counts: dict[int, int] | None = None
         if params.presence_penalty != 0.0 or params.frequency_penalty != 0.0:
@@ -54,7 +58,7 @@ class Sampler:
         if self._greedy:
             return warpers
         if params.temperature != 1.0:
-            warpers.append(TemperatureLogitsWarper(params.temperature))
+            warpers.append(TemperatureLogitsWarper(float(params.temperature)))
         if params.top_k > 0:
             warpers.append(TopKLogitsWarper(top_k=params.top_k))
         if params.top_p < 1.0:
@@ -74,6 +78,8 @@ class Sampler:
         else:
             warped = self._warpers(torch.empty(1, 0, dtype=torch.long), scores.unsqueeze(0))
             probabilities = torch.softmax(warped, dim=-1)
+            if not bool(torch.isfinite(probabilities.sum())):  # a fault of this request must end only it
+                return Sampled(-1, error="these sampling parameters leave no probabilities to draw from")
             token_id = int(torch.multinomial(probabilities, 1, generator=self._generator))
         self._remember(token_id)
         return Sampled(token_id, self._logprob(raw, token_id))

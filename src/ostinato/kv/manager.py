@@ -65,6 +65,11 @@ class KVManager:
         return self._pool.num_held
 
     @property
+    def num_leases(self) -> int:
+        """Leases not yet released, also those that hold nothing."""
+        return len(self._leases)
+
+    @property
     def num_cached_tokens(self) -> int:
         """Tokens findable in all namespaces."""
         return self._index.num_tokens
