@@ -33,6 +33,7 @@ _MESSAGE_KEYS = (
     "reasoning_content",
     "reasoning",
 )
+_PLAIN_KEYS = frozenset({"role", "content"})
 
 
 # ---------------------------------------------------------------- rules
@@ -63,12 +64,28 @@ def validate(conversation: Conversation, *, roles: Collection[str] = ROLES) -> N
         raise EmptyConversationError("the conversation is empty: give at least one message")
     call_ids: set[str] = set()
     for index, message in enumerate(conversation.messages):
+        if _is_plain(message) and message.role in roles:
+            continue
         _check_message(message, index, roles)
         _check_calls(message, index, call_ids)
     if not isinstance(conversation.tools, tuple):
         raise ParameterError(f"tools must be a tuple, got {_kind(conversation.tools)}", param="tools")
     for index, tool in enumerate(conversation.tools):
         _check_tool(tool, f"tools[{index}]")
+
+
+def _is_plain(message: Message) -> bool:
+    """Whether there is nothing to check but the role: only text, in ASCII. True of most messages."""
+    return (
+        type(message) is Message
+        and type(message.content) is str
+        and message.content.isascii()
+        and type(message.role) is str
+        and message.role != "tool"
+        and message.name is message.tool_call_id is None
+        and message.tool_calls == ()
+        and message.reasoning == ""
+    )
 
 
 def _check_message(message: Message, index: int, roles: Collection[str]) -> None:
@@ -208,12 +225,12 @@ def _kind(value: Any) -> str:
 
 
 def conversation_from_dicts(
-    messages: Sequence[Mapping[str, Any]],
+    messages: Sequence[Mapping[str, Any] | Message],
     tools: Sequence[Mapping[str, Any]] | None = None,
     *,
     roles: Collection[str] = ROLES,
 ) -> Conversation:
-    """Read messages and tools in OpenAI's form, and :func:`validate` them.
+    """Read messages and tools in OpenAI's form, and :func:`validate` them. A :class:`Message` stays one.
 
     ``content`` is text, ``null`` (no text), or a list of text parts, which become lines of one text. A
     ``null`` under any key counts as its absence, as in what the official client returns.
@@ -236,6 +253,8 @@ def conversation_from_dicts(
 
 
 def _read_message(message: Any, index: int) -> Message:
+    if type(message) is dict and message.keys() == _PLAIN_KEYS and type(message["content"]) is str:
+        return Message(message["role"], message["content"])  # nearly always
     if not isinstance(message, Mapping):
         raise MessageTypeError(f"messages[{index}] must be an object, got {_kind(message)}", index=index)
     given = {key: value for key, value in message.items() if value is not None}

@@ -107,11 +107,19 @@ class JinjaTemplate:
         form.check(conversation)
         messages = [form.message(message) for message in conversation.messages]
         tools = [_plain(tool) for tool in conversation.tools]
-        texts = _user_texts(messages, tools)
-        escape = self._disguise.escape_for(texts)
+        texts, escape = list[str](), self._disguise.escape_for(())
 
-        def render(hide: Callable[[str], str]) -> tuple[Segment, ...]:
-            seen_messages, seen_tools = _disguised(messages, tools, hide)
+        def lightly(text: str) -> str:
+            texts.append(text)
+            return self._disguise.light(text, escape)
+
+        seen = _disguised(messages, tools, lightly)
+        if (free := self._disguise.escape_for(texts)) != escape:  # somebody guessed it, once in 10^20
+            escape, texts = free, []
+            seen = _disguised(messages, tools, lightly)
+
+        def render(seen: tuple[list[dict[str, Any]], list[Any]]) -> tuple[Segment, ...]:
+            seen_messages, seen_tools = seen
             variables = {
                 **self._fixed,
                 "messages": seen_messages,
@@ -121,14 +129,14 @@ class JinjaTemplate:
             }
             return self._disguise.split(form.template.render(variables), escape)
 
-        segments = render(lambda text: self._disguise.light(text, escape))
+        segments = render(seen)
         suspects = [
             text
             for text in dict.fromkeys(texts)
             if self._disguise.is_suspect(text, is_cut=form.cuts_text, is_wrapped=form.leads_into_token)
         ]
         if suspects:
-            self._prove(segments, render, suspects, escape)
+            self._prove(segments, lambda hide: render(_disguised(messages, tools, hide)), suspects, escape)
         return Rendered(cut_at_end(segments) if continue_final_message else segments)
 
     def _prove(
@@ -282,17 +290,6 @@ def _disguised(
         [_disguised_message(message, hide) for message in messages],
         [map_strings(tool, lambda text: text if text in _SCHEMA_WORDS else hide(text)) for tool in tools],
     )
-
-
-def _user_texts(messages: list[dict[str, Any]], tools: list[Any]) -> list[str]:
-    texts: list[str] = []
-
-    def note(text: str) -> str:
-        texts.append(text)
-        return text
-
-    _disguised(messages, tools, note)
-    return texts
 
 
 def _disguised_message(message: dict[str, Any], hide: Callable[[str], str]) -> dict[str, Any]:

@@ -91,11 +91,18 @@ class _Allowance:
 
     def spend(self, value: Any) -> Any:
         """Account for a value just built."""
-        if isinstance(value, str | list | tuple):
-            self.check_size(len(value))
+        if type(value) is str:  # nearly always, and many times per message
+            num_chars = len(value)
+            self.chars_left -= num_chars
+            if num_chars <= self.limits.max_chars and self.chars_left >= 0:
+                return value
+        elif not isinstance(value, str | list | tuple):
+            return value
+        else:
             self.chars_left -= len(value)
-            if self.chars_left < 0:
-                raise TemplateError("the chat template builds too many long strings")
+        self.check_size(len(value))
+        if self.chars_left < 0:
+            raise TemplateError("the chat template builds too many long strings")
         return value
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import orjson
@@ -29,8 +30,7 @@ class SpannedTokens:
     segments: TokenArray
 
 
-@dataclass(frozen=True, slots=True)
-class Run:
+class Run(NamedTuple):
     """A marker, or the text of the segments from ``first`` to ``stop`` between markers of two kinds."""
 
     text: str

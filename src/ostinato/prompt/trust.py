@@ -50,12 +50,14 @@ class Disguise:
         lowered = {token.lower() for token in self._tokens}
         self._any_case = re.compile(longest_first(lowered), re.IGNORECASE)
         self._beginnings = sorted({token[:2] for token in lowered})
-        self._first_chars = sorted({case for token in lowered for case in (token[0], token[0].upper())})
         self._prefixes = frozenset(token[:end] for token in lowered for end in range(1, len(token)))
         self._suffixes = frozenset(token[start:] for token in lowered for start in range(1, len(token)))
         self._prefix_ends = frozenset(prefix[-1] for prefix in self._prefixes)
         self._suffix_starts = frozenset(suffix[0] for suffix in self._suffixes)
         self._max_fragment = max((len(token) - 1 for token in lowered), default=0)
+        self._first_char = _char_class(token[0] for token in lowered)
+        self._last_char = _char_class(token[-1] for token in lowered)
+        self._marker_segments = {token: Segment(token, is_marker=True) for token in self._tokens}
         self._all_tokens = "\0".join(lowered)
         private = map(chr, range(0xE000, 0xF900))
         self._fillers = [char for char in private if char not in self._all_tokens]
@@ -115,7 +117,7 @@ class Disguise:
 
     def _may_have_token(self, text: str) -> bool:
         """A quick look that spares most text the search for all tokens."""
-        if not any(char in text for char in self._first_chars):
+        if self._first_char.search(text) is None:
             return False
         lowered = text.lower()
         return any(beginning in lowered for beginning in self._beginnings)
@@ -124,12 +126,16 @@ class Disguise:
         if text[-1:].lower() not in self._prefix_ends:
             return False
         tail = text[-self._max_fragment :].lower()
+        if self._first_char.search(tail) is None:  # nearly always
+            return False
         return any(tail[-length:] in self._prefixes for length in range(1, len(tail) + 1))
 
     def _begins_with_suffix(self, text: str) -> bool:
         if text[:1].lower() not in self._suffix_starts:
             return False
         head = text[: self._max_fragment].lower()
+        if self._last_char.search(head) is None:
+            return False
         return any(head[:length] in self._suffixes for length in range(1, len(head) + 1))
 
     def heavy(self, text: str, number: int) -> str:
@@ -160,12 +166,14 @@ class Disguise:
         """The rendering as text and markers, without the escapes."""
         segments = []
         end = 0
+        is_escaped = escape in rendered
         for match in self._markers.finditer(rendered):
-            if text := rendered[end : match.start()].replace(escape, ""):
+            start = match.start()
+            if start > end and (text := _clean(rendered[end:start], escape if is_escaped else "")):
                 segments.append(Segment(text))
-            segments.append(Segment(match[0], is_marker=True))
+            segments.append(self._marker_segments[match[0]])
             end = match.end()
-        if text := rendered[end:].replace(escape, ""):
+        if text := _clean(rendered[end:], escape if is_escaped else ""):
             segments.append(Segment(text))
         return tuple(segments)
 
@@ -197,6 +205,10 @@ def map_strings(value: Any, change: Callable[[str], str]) -> Any:
     if isinstance(value, list):
         return [map_strings(item, change) for item in value]
     return value
+
+
+def _clean(text: str, escape: str) -> str:
+    return text.replace(escape, "") if escape else text
 
 
 def _char_class(chars: Iterable[str]) -> re.Pattern[str]:
