@@ -11,6 +11,7 @@ Engines speak tokens: text, stop strings and choices are the sink's business.
 
 from __future__ import annotations
 
+import atexit
 import logging
 import threading
 from collections import deque
@@ -179,6 +180,8 @@ class Batcher:
         self._stopping = False
         self._worker = worker or Worker("ostinato-engine")
         self._worker.submit(self._loop)
+        # The interpreter must not end amid a step: torch's own threads then abort the whole process.
+        atexit.register(self.close)
 
     # ------------------------------------------------------------ from any thread
 
@@ -221,6 +224,7 @@ class Batcher:
 
     def close(self) -> None:
         """Stop; whatever still runs or waits finishes with reason "abort"."""
+        atexit.unregister(self.close)
         with self._wake:
             self._stopping = True
             self._wake.notify()
