@@ -76,6 +76,10 @@ class Settings:
         if environment.get("HF_HUB_OFFLINE", "").lower() in {"1", "true", "yes", "on"}:
             values.setdefault("offline", True)
         values |= {name: value for name, value in overrides.items() if value is not None}
+        if isinstance(values.get("store"), str):
+            values["store"] = Path(values["store"]).expanduser()
+        if isinstance(values.get("kv_cache"), str):
+            values["kv_cache"] = _read("kv_cache", values["kv_cache"])
         if values.get("store") is None:
             values["store"] = _cache_home(environment) / "ostinato" / "models"
         settings = cls(**values)
@@ -83,11 +87,36 @@ class Settings:
         return settings
 
     def _check(self) -> None:
+        for item in fields(self):
+            value = getattr(self, item.name)
+            if not _is_of_kind(value, str(item.type)):
+                raise ParameterError(
+                    f"{item.name} is {value!r}, which is not a {item.type}",
+                    param=item.name,
+                    code="invalid_type",
+                )
         for name in ("kv_cache", "block_size", "max_batch_tokens", "max_sequences", "max_waiting"):
             if getattr(self, name) < 1:
                 raise ParameterError(f"{name} must be at least 1", param=name)
+        if self.max_model_len is not None and self.max_model_len < 2:
+            raise ParameterError(
+                "max_model_len must be at least 2: one token to ask, one to answer", param="max_model_len"
+            )
         if not 0 <= self.port <= 65535:
             raise ParameterError("port must be between 0 and 65535", param="port")
+        if not 0 <= self.drain_timeout < float("inf"):
+            raise ParameterError("drain_timeout must be 0 seconds or more", param="drain_timeout")
+
+
+def _is_of_kind(value: object, kind: str) -> bool:
+    """Whether ``value`` is what the annotation ``kind`` of a setting says."""
+    if value is None:
+        return kind.endswith("| None")
+    kinds: dict[str, type | tuple[type, ...]] = {
+        "int": int, "float": (int, float), "bool": bool, "str": str, "Path": Path,
+    }  # fmt: skip
+    wanted = kinds[kind.removesuffix(" | None")]
+    return isinstance(value, wanted) and (kind == "bool" or not isinstance(value, bool))
 
 
 def tame_waiting_threads(environment: MutableMapping[str, str]) -> None:
@@ -109,7 +138,10 @@ def parse_size(text: str) -> int:
     """
     number = text.strip().upper().removesuffix("B").removesuffix("I")
     unit = number[-1:] if number[-1:] in _UNITS else ""
-    return int(float(number.removesuffix(unit)) * _UNITS[unit])
+    size = float(number.removesuffix(unit)) * _UNITS[unit]
+    if not 0 <= size < 1 << 63:
+        raise ValueError(f"{text} is not a number of bytes")
+    return int(size)
 
 
 def _read(name: str, text: str) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import os
 import secrets
 from collections.abc import AsyncIterator, Iterator, Mapping
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from .prompt.template import Template
     from .prompt.tokens import HFTokenizer
 
-ConversationLike: TypeAlias = Conversation | SequenceOf[Mapping[str, Any]] | str
+ConversationLike: TypeAlias = Conversation | SequenceOf[Mapping[str, Any] | Message] | str
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +73,7 @@ class Engine:
         self.runtime = runtime
 
     def chat(self, conversation: ConversationLike, **options: Any) -> Reply:
-        """Answer a conversation: messages as dicts or :class:`Conversation`, or one user message as text.
+        """Answer a conversation: messages (dicts or :class:`Message`), or one user message as text.
 
         Raises:
             ClientError: the conversation or a parameter is wrong.
@@ -96,8 +97,7 @@ class Engine:
 
     def complete(self, prompt: str | SequenceOf[int], **options: Any) -> Reply:
         """Continue a raw prompt, given as text or as token ids."""
-        raw = prompt if isinstance(prompt, str) else tuple(prompt)
-        return _collect(self.runtime.iterate(self._prepare(raw, options)))
+        return _collect(self.runtime.iterate(self._prepare(_raw_prompt(prompt), options)))
 
     def close(self) -> None:
         """Stop the engine; unfinished requests end with reason "abort"."""
@@ -119,7 +119,7 @@ class Engine:
         if isinstance(options.get("stop"), str):
             options["stop"] = (options["stop"],)
         for name in ("stop", "stop_token_ids"):
-            if name in options:
+            if isinstance(options.get(name), list | set | frozenset):
                 options[name] = tuple(options[name])
         params = replace(SamplingParams(), **options)
         return self.runtime.prepare(GenerationRequest(prompt, params, num_choices, salt))
@@ -190,6 +190,7 @@ def _start(
     from .kv.hashing import Namespace
     from .kv.manager import KVManager
 
+    _check_device(settings.device, torch)
     loaded = load_model(
         local.path,
         dtype=_dtype(settings, torch),
@@ -200,6 +201,8 @@ def _start(
     block_bytes = info.kv_bytes_per_token * settings.block_size
     # A model without reuse keeps its state itself: blocks then only count tokens.
     num_blocks = settings.kv_cache // block_bytes if block_bytes else info.max_model_len
+    most_blocks = (2**31 - 1) // settings.block_size  # slots are numbered in 32 bits
+    num_blocks = min(num_blocks, most_blocks)
     if num_blocks < 2:
         raise ParameterError(
             f"kv_cache is {settings.kv_cache} bytes, but two blocks of this model need {2 * block_bytes}: "
@@ -209,7 +212,15 @@ def _start(
     runtime: Runtime
 
     manager = KVManager(num_blocks, settings.block_size, observer=lambda event: runtime.observe(event))
-    runner = PagedRunner(loaded, num_blocks * settings.block_size) if info.reuse else StatefulRunner(loaded)
+    try:
+        runner = (
+            PagedRunner(loaded, num_blocks * settings.block_size) if info.reuse else StatefulRunner(loaded)
+        )
+    except RuntimeError as error:  # torch has no kind of its own for "out of memory" on a CPU
+        size_gib = num_blocks * block_bytes / 2**30
+        raise ParameterError(
+            f"there is no memory for {size_gib:.1f} GiB of KV: lower kv_cache", param="kv_cache"
+        ) from error
     batcher = Batcher(
         runner,
         manager,
@@ -239,6 +250,14 @@ def _start(
     return runtime
 
 
+def _check_device(name: str, torch: Any) -> None:
+    try:
+        torch.empty(1, device=name)
+    except (RuntimeError, AssertionError) as error:  # torch says "not compiled with" by assertion
+        reason = str(error).splitlines()[0][:200]
+        raise ParameterError(f"cannot compute on device {name!r}: {reason}", param="device") from error
+
+
 def _dtype(settings: Settings, torch: Any) -> Any:
     if settings.dtype == "auto":
         return torch.float32 if settings.device == "cpu" else "auto"
@@ -247,12 +266,42 @@ def _dtype(settings: Settings, torch: Any) -> Any:
     return getattr(torch, settings.dtype)
 
 
+def _raw_prompt(given: str | SequenceOf[int]) -> str | tuple[int, ...]:
+    """Text as it is; ids as plain integers, also out of an array."""
+    if isinstance(given, str):
+        return given
+    try:
+        return tuple(operator.index(token) for token in given)
+    except TypeError:
+        raise ParameterError(
+            "a prompt must be text or a sequence of token ids", param="prompt", code="invalid_type"
+        ) from None
+
+
 def _conversation(given: ConversationLike) -> Conversation:
     if isinstance(given, Conversation):
         return given
     if isinstance(given, str):
         return Conversation((Message("user", given),))
+    if isinstance(given, list | tuple):  # answers put back among what was asked
+        given = [_as_dict(message) if isinstance(message, Message) else message for message in given]
     return conversation_from_dicts(given)
+
+
+def _as_dict(message: Message) -> dict[str, Any]:
+    calls = [
+        {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+        for call in message.tool_calls
+    ]
+    given = {
+        "role": message.role,
+        "content": message.content,
+        "name": message.name,
+        "tool_calls": calls,
+        "tool_call_id": message.tool_call_id,
+        "reasoning": message.reasoning,
+    }
+    return {key: value for key, value in given.items() if key in ("role", "content") or value}
 
 
 def _collect(chunks: Iterator[Chunk]) -> Reply:

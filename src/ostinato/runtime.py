@@ -8,14 +8,15 @@ a request that waits holds nothing.
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import threading
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from queue import SimpleQueue
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 
@@ -45,6 +46,8 @@ from .types import (
     TokenLogprob,
     Usage,
 )
+
+_log = logging.getLogger(__name__)
 
 MAX_CHOICES = 64
 MAX_STOPS = 16
@@ -255,9 +258,12 @@ class Runtime:
         return CacheView(self._manager, self._namespace.with_salt(salt))
 
     def observe(self, event: Event) -> None:
-        """Pass an event on to every observer."""
+        """Pass an event on to every observer. One that raises is logged: requests do not depend on it."""
         for observer in self.observers:
-            observer(event)
+            try:
+                observer(event)
+            except Exception:  # noqa: BLE001 - a border too: foreign code, called amid our own bookkeeping
+                _log.exception("an observer failed on %s", type(event).__name__)
 
     # ------------------------------------------------------------ from messages to tokens
 
@@ -268,7 +274,9 @@ class Runtime:
             ClientError: what is wrong with the request, by name.
         """
         check_params(request.params, self.info.vocab_size)
-        if not 1 <= request.num_choices <= MAX_CHOICES:
+        if not isinstance(request.salt, str):
+            raise ParameterError("salt must be text", param="salt", code="invalid_type")
+        if not _is_whole(request.num_choices) or not 1 <= request.num_choices <= MAX_CHOICES:
             raise ParameterError(f"n must be between 1 and {MAX_CHOICES}", param="n")
         tokens = self._tokens(request)
         limit = self.max_model_len
@@ -299,9 +307,14 @@ class Runtime:
                 )
             return tokenize_conversation(prompt, self.tokenizer, self.template)
         if isinstance(prompt, str):
+            try:
+                prompt.encode()
+            except UnicodeEncodeError as error:
+                text = f"the prompt is not Unicode text: lone surrogate at character {error.start}"
+                raise ParameterError(text, param="prompt") from None
             tokens = self.tokenizer.encode_prompt(prompt)
         else:
-            if any(not 0 <= token < self.info.vocab_size for token in prompt):
+            if any(not (_is_whole(token) and 0 <= token < self.info.vocab_size) for token in prompt):
                 raise ParameterError(
                     f"token ids must be between 0 and {self.info.vocab_size - 1}", param="prompt"
                 )
@@ -441,8 +454,9 @@ def check_params(params: SamplingParams, vocab_size: int) -> None:
     """Check every range once, where a request enters.
 
     Raises:
-        ParameterError: naming the parameter and its range.
+        ParameterError: naming the parameter and its range, or what type it should have.
     """
+    _check_types(params)
     for name, low, high in (
         ("temperature", 0.0, 2.0),
         ("min_p", 0.0, 1.0),
@@ -453,8 +467,8 @@ def check_params(params: SamplingParams, vocab_size: int) -> None:
             raise ParameterError(f"{name} must be between {low:g} and {high:g}", param=name)
     if not 0.0 < params.top_p <= 1.0:
         raise ParameterError("top_p must be above 0 and at most 1", param="top_p")
-    if not 0.0 < params.repetition_penalty <= 100.0:
-        raise ParameterError("repetition_penalty must be above 0 and at most 100", param="repetition_penalty")
+    if not 0.01 <= params.repetition_penalty <= 100.0:
+        raise ParameterError("repetition_penalty must be between 0.01 and 100", param="repetition_penalty")
     if params.top_k < 0:
         raise ParameterError("top_k must be 0 (off) or more", param="top_k")
     if params.max_tokens is not None and params.max_tokens < 1:
@@ -472,3 +486,41 @@ def check_params(params: SamplingParams, vocab_size: int) -> None:
             raise ParameterError(f"token ids must be between 0 and {vocab_size - 1}", param="logit_bias")
         if not -100.0 <= bias <= 100.0:
             raise ParameterError("logit_bias values must be between -100 and 100", param="logit_bias")
+
+
+_REAL_PARAMS = (
+    "temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
+)  # fmt: skip
+_WHOLE_PARAMS = ("max_tokens", "top_k", "seed", "logprobs")
+
+
+def _check_types(params: SamplingParams) -> None:
+    """Exact types: what is nearly right would fail in the engine's thread, amid other people's requests."""
+    for name in _REAL_PARAMS:
+        if not _is_number(getattr(params, name)):
+            raise ParameterError(f"{name} must be a number", param=name, code="invalid_type")
+    for name in _WHOLE_PARAMS:
+        value = getattr(params, name)
+        if not (_is_whole(value) or (value is None and name != "top_k")):
+            raise ParameterError(f"{name} must be a whole number", param=name, code="invalid_type")
+    stop: Any = params.stop
+    if not isinstance(stop, tuple) or not all(isinstance(text, str) for text in stop):
+        raise ParameterError("stop must be strings", param="stop", code="invalid_type")
+    ids: Any = params.stop_token_ids
+    if not isinstance(ids, tuple) or not all(map(_is_whole, ids)):
+        raise ParameterError("stop_token_ids must be token ids", param="stop_token_ids", code="invalid_type")
+    if not isinstance(params.ignore_eos, bool):
+        raise ParameterError("ignore_eos must be true or false", param="ignore_eos", code="invalid_type")
+    bias: Any = params.logit_bias
+    if not isinstance(bias, Mapping) or not all(_is_whole(t) and _is_number(b) for t, b in bias.items()):
+        raise ParameterError(
+            "logit_bias must map token ids to numbers", param="logit_bias", code="invalid_type"
+        )
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)

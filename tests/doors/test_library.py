@@ -6,13 +6,17 @@ import asyncio
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 import ostinato
 from doors.tiny import save_tiny_chat_model
 from ostinato.errors import EmptyConversationError, ParameterError, PromptTooLongError, TemplateError
+from ostinato.library import _conversation
 
 
 @pytest.fixture(scope="module")
@@ -172,3 +176,120 @@ def test_after_close_requests_are_refused(folder: Path) -> None:
     engine.close()
     with pytest.raises(ostinato.ServerError, match="shutting down"):
         engine.chat(TALK)
+
+
+def test_an_answer_goes_back_into_the_conversation(engine: ostinato.Engine) -> None:
+    reply = engine.chat(TALK, **OPTIONS)
+    again = {"role": "user", "content": "And?"}
+    by_value = engine.chat([*TALK, reply.message, again], **OPTIONS)
+    by_hand = engine.chat([*TALK, {"role": "assistant", "content": reply.text}, again], **OPTIONS)
+    assert by_value.text == by_hand.text
+    assert by_value.usage.prompt_tokens == by_hand.usage.prompt_tokens
+    call = ostinato.ToolCall("c1", "f", "{}")
+    calls = ostinato.Message("assistant", tool_calls=(call,), reasoning="hm")
+    result = ostinato.Message("tool", "4", tool_call_id="c1")
+    assert _conversation([TALK[1], calls, result]).messages[1:] == (calls, result)
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        {"temperature": "hot"}, {"temperature": None}, {"temperature": True}, {"top_p": None},
+        {"repetition_penalty": 1e-300}, {"max_tokens": "5"}, {"max_tokens": 2.5}, {"max_tokens": True},
+        {"n": "2"}, {"n": 2.0}, {"stop": [1]}, {"stop": 5}, {"stop_token_ids": ["a"]}, {"stop_token_ids": 5},
+        {"logit_bias": {"5": 1}}, {"logit_bias": [1]}, {"logprobs": True}, {"seed": 1.5}, {"seed": "x"},
+        {"top_k": 1.5}, {"top_k": None}, {"salt": 5}, {"ignore_eos": "yes"},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_wrong_types_are_named_before_the_engine_sees_them(
+    engine: ostinato.Engine, option: dict[str, object]
+) -> None:
+    with pytest.raises(ParameterError) as refused:
+        engine.chat(TALK, **{"max_tokens": 3} | option)
+    assert refused.value.param in option
+
+
+@pytest.mark.parametrize("prompt", ["half \ud800", [1.5], ["a"], [True, None], 5, None], ids=repr)
+def test_wrong_prompts_are_named(engine: ostinato.Engine, prompt: Any) -> None:
+    with pytest.raises(ParameterError) as refused:
+        engine.complete(prompt, max_tokens=3)
+    assert refused.value.param == "prompt"
+
+
+def test_whole_numbers_do_for_real_ones_and_arrays_for_ids(engine: ostinato.Engine) -> None:
+    assert engine.chat(TALK, temperature=2, repetition_penalty=2, max_tokens=3, ignore_eos=True).text
+    assert engine.complete(np.array([3, 4, 5]), max_tokens=3).usage.prompt_tokens == 3
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        {"max_model_len": -5}, {"max_model_len": 1}, {"kv_cache": 2.5}, {"kv_cache": "much"},
+        {"kv_cache": 1 << 60}, {"block_size": "x"}, {"device": "nonsense"}, {"port": "x"},
+        {"drain_timeout": float("nan")}, {"store": 5}, {"offline": "yes"}, {"dtype": "int8"},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_settings_that_cannot_be_are_named(folder: Path, setting: dict[str, Any]) -> None:
+    with pytest.raises(ParameterError) as refused:
+        ostinato.load(folder, **{"kv_cache": 1 << 20} | setting)
+    assert refused.value.param in setting
+
+
+def test_an_observer_that_raises_costs_no_request(folder: Path) -> None:
+    def raises(event: object) -> None:
+        raise ValueError(type(event).__name__)
+
+    with ostinato.load(folder, kv_cache=1 << 16, block_size=4) as engine:
+        expected = engine.chat(TALK, **OPTIONS).text
+        engine.runtime.observers.append(raises)
+        assert engine.chat(TALK, **OPTIONS).text == expected
+        stream = engine.stream(TALK, temperature=0.0, max_tokens=40, ignore_eos=True)
+        next(stream)
+        del stream  # dropped, not closed: collecting it must cancel it
+        assert engine.chat(TALK, salt="other", **OPTIONS).text == expected
+        assert engine.runtime.health().num_held_blocks == 0
+
+
+def test_many_threads_and_event_loops_share_an_engine(engine: ostinato.Engine) -> None:
+    expected = engine.chat(TALK, **OPTIONS).text
+
+    async def ask() -> list[str]:
+        replies = await asyncio.gather(*(engine.achat(TALK, **OPTIONS) for _ in range(3)))
+        async for _ in engine.astream(TALK, temperature=0.0, max_tokens=100, ignore_eos=True):
+            break  # left to the loop's end
+        return [reply.text for reply in replies]
+
+    with ThreadPoolExecutor(8) as pool:
+        answers = [pool.submit(asyncio.run, ask()) for _ in range(4)]
+        plain = [pool.submit(lambda: engine.chat(TALK, **OPTIONS).text) for _ in range(8)]
+        assert [text for answer in answers for text in answer.result(60)] == [expected] * 12
+        assert [answer.result(60) for answer in plain] == [expected] * 8
+    assert engine.chat(TALK, **OPTIONS).text == expected
+    assert engine.runtime.health().num_held_blocks == 0
+
+
+def test_closing_ends_what_runs(folder: Path) -> None:
+    engine = ostinato.load(folder, kv_cache=1 << 20)
+    streams = [engine.stream(TALK, temperature=0.0, max_tokens=200, ignore_eos=True) for _ in range(3)]
+    for stream in streams:
+        next(stream)
+    engine.close()
+    for stream in streams:
+        assert list(stream)[-1].finish_reason in ("abort", "length")
+    engine.close()
+    assert engine.runtime.health().num_held_blocks == 0
+
+
+def test_a_program_that_forgets_to_close_ends(folder: Path) -> None:
+    code = f"""
+import ostinato
+engine = ostinato.load({str(folder)!r}, kv_cache=1 << 20)
+stream = engine.stream("Hello", temperature=0.0, max_tokens=200, ignore_eos=True)
+next(stream)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.returncode, "Traceback" in done.stderr) == (0, False), done.stderr
