@@ -140,16 +140,16 @@ def _attend_plain(
 
 
 def merge(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """Join attention over disjoint sets of keys, exactly, from their outputs and log-sum-exps."""
-    if len(parts) == 1:
-        return parts[0]
-    lses = torch.stack([lse for _, lse in parts])
-    lse = torch.logsumexp(lses, dim=0)
-    weights = torch.exp(lses - lse).unsqueeze(-1)
-    output = parts[0][0] * weights[0]
-    for (part, _), weight in zip(parts[1:], weights[1:], strict=True):
-        output += part * weight
-    return output.to(parts[0][0].dtype), lse
+    """Join attention over disjoint sets of keys, exactly, from their outputs and log-sum-exps.
+
+    Two sets weigh ``exp(lse) / (exp(lse) + exp(other lse))``, which is the sigmoid of the difference.
+    """
+    output, lse = parts[0]
+    for other, other_lse in parts[1:]:
+        weight = torch.sigmoid(other_lse - lse).unsqueeze(-1).to(output.dtype)
+        output = torch.lerp(output, other, weight)
+        lse = torch.logaddexp(lse, other_lse)
+    return output, lse
 
 
 def attend_rows(
