@@ -23,6 +23,7 @@
     │   ├── ModelCorruptError            truncated, or a digest differs
     │   ├── ModelUnsupportedError        an architecture or format we do not know
     │   └── StorageFullError             no room on disk
+    ├── TierError                        a KV tier's folder cannot be used
     └── ServerError                      our side                          5xx
         ├── EngineError                  the engine failed in this request 500
         └── ShuttingDownError            the server is going away          503
@@ -160,6 +161,10 @@ class ModelUnsupportedError(ModelError):
 
 class StorageFullError(ModelError):
     """The disk has no room for the model."""
+
+
+class TierError(OstinatoError):
+    """A KV tier's folder cannot be opened; the message says which and what to do."""
 
 
 class ServerError(OstinatoError):

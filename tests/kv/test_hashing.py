@@ -2,11 +2,12 @@
 
 import dataclasses
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ostinato.kv.hashing import Namespace, digest_bytes
+from ostinato.kv.hashing import NO_PARENT, Namespace, block_keys, digest_bytes
 
 # Few characters and short fields, so that different tuples often concatenate to the same text.
 awkward_text = st.text(st.sampled_from("ab\0\ud800é"), max_size=3)
@@ -51,3 +52,43 @@ def test_a_salt_makes_another_namespace_and_back():
     assert salted.with_salt("").digest == plain.digest
     with pytest.raises(dataclasses.FrozenInstanceError):
         plain.salt = "x"
+
+
+# ---------------------------------------------------------------- blocks
+
+BASE = Namespace("w", "t", "c", "l", "d", "r")
+
+
+def test_block_keys_name_full_blocks_in_a_chain():
+    tokens = np.arange(11, dtype=np.int32)
+    keys = block_keys(BASE, tokens, 4)
+    assert [key.tokens for key in keys] == [tokens[:4].tobytes(), tokens[4:8].tobytes()]
+    assert [key.parent for key in keys] == [NO_PARENT, keys[0].hash]
+    assert keys == block_keys(BASE, tokens[:8].astype(np.int64), 4)
+    assert block_keys(BASE, tokens[:3], 4) == []
+
+
+def test_a_block_hash_depends_on_all_that_stands_before_it_and_on_the_namespace():
+    tokens = np.arange(12, dtype=np.int32)
+    first_differs = tokens.copy()
+    first_differs[0] = 99
+    names = [
+        block_keys(namespace, ids, size)[-1].hash
+        for namespace, ids, size in (
+            (BASE, tokens, 4),
+            (BASE, first_differs, 4),
+            (BASE, tokens, 6),
+            (BASE.with_salt("tenant"), tokens, 4),
+            (BASE, np.tile(tokens[-4:], 3), 4),
+        )
+    ]
+    assert len(set(names)) == len(names)
+    assert {len(name) for name in names} == {32}
+
+
+def test_a_block_hash_is_what_it_was():
+    """Stored blocks outlive the program: a change of this value needs a new version in the context."""
+    assert (
+        block_keys(BASE, np.arange(4, dtype=np.int32), 4)[0].hash.hex()
+        == "8122cea57cf293a1675407cd344807d36f3fe5f7ba9ead9216aabca7ecad5f38"
+    )

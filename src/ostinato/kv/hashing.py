@@ -6,6 +6,8 @@ from dataclasses import dataclass, field, replace
 
 from blake3 import blake3
 
+from ostinato.types import TokenArray
+
 DIGEST_PREFIX = "b3:"
 _NAMESPACE_CONTEXT = "ostinato kv namespace v1"
 
@@ -62,3 +64,45 @@ class Namespace:
     def with_salt(self, salt: str) -> Namespace:
         """The same namespace for another tenant."""
         return replace(self, salt=salt)
+
+
+# ---------------------------------------------------------------- blocks
+
+_BLOCK_CONTEXT = "ostinato kv block v1"
+NO_PARENT = bytes(32)
+"""The parent of a sequence's first block."""
+
+
+@dataclass(frozen=True, slots=True)
+class BlockKey:
+    """Names one block's KV: everything before it, and its own tokens, in one namespace.
+
+    ``hash``, ``parent`` and ``namespace`` are 32 raw bytes each; ``tokens`` are little-endian int32. The hash
+    alone is the name; the rest goes along so that whoever finds it can compare what was meant.
+    """
+
+    hash: bytes
+    parent: bytes
+    namespace: bytes
+    tokens: bytes
+
+
+def block_keys(namespace: Namespace, tokens: TokenArray, block_size: int) -> list[BlockKey]:
+    """The chain of keys of every *full* block of ``tokens``, first to last.
+
+    A hash is the versioned BLAKE3 digest of parent and tokens, keyed by the namespace: equal hashes mean
+    equal prefixes in equal namespaces.
+    """
+    assert block_size >= 1, f"block size {block_size}"
+    space = bytes.fromhex(namespace.digest.removeprefix(DIGEST_PREFIX))
+    key = blake3(space, derive_key_context=_BLOCK_CONTEXT).digest()
+    data = tokens.astype("<i4", copy=False).tobytes()
+    step = 4 * block_size
+    keys: list[BlockKey] = []
+    parent = NO_PARENT
+    for at in range(0, len(data) - step + 1, step):
+        piece = data[at : at + step]
+        name = blake3(parent + piece, key=key).digest()
+        keys.append(BlockKey(name, parent, space, piece))
+        parent = name
+    return keys

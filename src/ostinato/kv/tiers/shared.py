@@ -1,0 +1,484 @@
+"""The shared tier: blocks of this machine's processes in one file of fixed-size slots.
+
+A block is stored in two phases. *Prepare*, in one transaction of the index: a slot is taken (from whoever
+was used least recently) and filed as being written. Then the payload goes into the slot, outside of any
+lock. *Publish*, in a second transaction: the record gets the payload's checksum and can be found.
+
+Readers take no lock at all. They read a record, check that it is of the very block they mean, copy the slot,
+and check the checksum of what they copied and that the record is still the same: a slot that was given to
+somebody else in between is a miss, as is everything else that is not exactly right.
+
+Lock order: ``opening`` (only to open and close) → the index' writer lock, which LMDB gives back when its
+owner dies. Nothing waits while it holds the latter, except for the disk; whether another process lives is
+asked without waiting. The slab is read and written by position, not through a mapping: the pages are shared
+all the same, and a truncated file or a full disk is an error code instead of a signal that ends the process.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Self
+
+import lmdb
+import numpy as np
+import numpy.typing as npt
+from xxhash import xxh3_128
+
+from ostinato.errors import TierError
+
+from ..hashing import BlockKey
+from .base import Found, Miss, Outcome, Status, TierCounters
+from .folder import FORMAT, RANK_BYTES, Folder, Geometry
+from .records import CHECKSUM_BYTES, READY, WRITING, Record, decode, encode
+
+CHUNK_BYTES = 256 << 10  # copied, and checked while it still is in the processor's cache
+_BUSY = (1 << 64) - 1  # the rank of a slot that is being written
+_NUM_CANDIDATES = 256
+_BATCH = 256  # records looked at in one transaction by what works in the background
+_GENERATION = b"generation"
+_REVOKED = 0  # the version of a record whose writer must not publish it
+_NO_CHECKSUM = bytes(CHECKSUM_BYTES)
+
+
+@dataclass(frozen=True, slots=True)
+class TierUse:
+    """What is in a store. Slots that nobody uses are ``num_slots - num_blocks``."""
+
+    num_slots: int
+    slot_bytes: int
+    num_blocks: int
+    index_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Integrity:
+    """What a look at everything found."""
+
+    num_ready: int
+    num_writing: int
+    num_bad_payloads: int
+    num_bad_records: int
+
+
+class SharedTier:
+    """See the module's text. Any number of threads and processes; not to be used on across ``fork``."""
+
+    def __init__(self, folder: Folder, version: int) -> None:
+        self.counters = TierCounters()
+        self.slot_bytes = folder.geometry.slot_bytes
+        self.num_slots = folder.geometry.num_slots
+        self.rebuilt = folder.rebuilt
+        self._folder = folder
+        self._version = version
+        self._env = folder.environment
+        self._pid = os.getpid()
+        self._rank = 0
+        self._writing: set[int] = set()  # generations of this process' own open writes
+        self._candidates: deque[tuple[int, int]] = deque()  # used under the writer lock only
+        try:
+            self._blocks = self._env.open_db(b"blocks")
+            self._slots = self._env.open_db(b"slots")
+            self._meta = self._env.open_db(b"meta")
+            self._env.reader_check()
+            self._reclaim_abandoned()
+        except lmdb.Error as error:
+            folder.close()
+            raise TierError(
+                f"the index of the KV tier in {folder.path} cannot be used: {error}; make room or remove it"
+            ) from error
+
+    @classmethod
+    def open(cls, path: Path, *, slot_bytes: int, capacity_bytes: int, version: int = 1) -> Self:
+        """Opens the store in folder ``path``, or makes it; one that was made for other sizes is made anew.
+
+        Args:
+            slot_bytes: longest payload of a block.
+            capacity_bytes: what all slots together may take; the index comes on top (under 1 KiB a slot).
+            version: of whoever makes the KV. Other versions' blocks are not hits, and lower ones are dropped
+                by ``drop_stale``.
+
+        Raises:
+            TierError: not our folder, no permission, no room, in use with other sizes, or open already.
+        """
+        assert slot_bytes >= 1, f"slots of {slot_bytes} bytes"
+        assert version > _REVOKED, f"version {version}"
+        num_slots = capacity_bytes // slot_bytes
+        assert num_slots >= 1, f"{capacity_bytes} bytes hold no slot of {slot_bytes}"
+        return cls(Folder(path, Geometry(FORMAT, slot_bytes, num_slots)), version)
+
+    def close(self) -> None:
+        """Lets go of the store; what is in it stays."""
+        self._folder.close()
+
+    # ------------------------------------------------------------ reading
+
+    def lookup(self, keys: Sequence[BlockKey]) -> Found:
+        """How many of ``keys``, a chain from its root, are here; they count as used."""
+        hits: list[int] = []
+        status = Status.HIT
+        for key in keys:
+            record = self._record(key.hash)
+            if record is None or record.version != self._version or not record.is_of(key):
+                status = Status.MISS
+                break
+            if record.state == WRITING:
+                status = Status.MISS if self._is_abandoned(record) else Status.PENDING
+                break
+            hits.append(record.slot)
+        self._use(hits)
+        return Found(len(hits), status)
+
+    def touch(self, keys: Sequence[BlockKey]) -> None:
+        records = (self._record(key.hash) for key in keys)
+        self._use([r.slot for r in records if r is not None and r.state == READY])
+
+    def load(self, key: BlockKey, into: memoryview) -> bool:
+        """Copies the payload of ``key`` into ``into``, a writable buffer of bytes of exactly its length.
+
+        ``False``: counted in ``counters.misses`` by reason, and ``into`` holds anything.
+        """
+        try:
+            miss = self._load(key, into)
+        except (OSError, lmdb.Error):
+            miss = Miss.IO_ERROR
+        if miss is None:
+            self.counters.hits += 1
+            return True
+        self.counters.misses[miss] += 1
+        return False
+
+    def _load(self, key: BlockKey, into: memoryview) -> Miss | None:
+        data = self._data(key.hash)
+        if data is None:
+            return Miss.ABSENT
+        record = decode(key.hash, data, self.num_slots)
+        if record is None:
+            self._forget(key.hash, data)
+            return Miss.CORRUPT
+        if record.state == WRITING:
+            return Miss.PENDING
+        if record.version != self._version or not record.is_of(key) or record.payload_bytes != len(into):
+            return Miss.MISMATCH
+        checksum = self._read_slot(record.slot, into)
+        if self._data(key.hash) != data:
+            return Miss.OVERTAKEN
+        if checksum != record.checksum:
+            self._forget(key.hash, data)
+            return Miss.CORRUPT
+        return None
+
+    def _read_slot(self, slot: int, into: memoryview) -> bytes:
+        """Copies a slot's first bytes and returns the checksum of the copy; short where the file is."""
+        hasher = xxh3_128()
+        at, base = 0, slot * self.slot_bytes
+        while at < len(into):
+            piece = into[at : at + CHUNK_BYTES]
+            got = os.preadv(self._folder.slab, [piece], base + at)
+            if got == 0:
+                return b""
+            hasher.update(piece[:got])
+            at += got
+        return hasher.digest()
+
+    def _data(self, name: bytes) -> bytes | None:
+        assert os.getpid() == self._pid, "a shared tier was used across a fork"
+        with self._env.begin() as txn:
+            return _get(txn, name, self._blocks)
+
+    def _record(self, name: bytes) -> Record | None:
+        try:
+            data = self._data(name)
+        except lmdb.Error:
+            return None
+        return None if data is None else decode(name, data, self.num_slots)
+
+    # ------------------------------------------------------------ writing
+
+    def store(self, key: BlockKey, parts: Sequence[memoryview]) -> Outcome:
+        """Stores a payload given as contiguous pieces of bytes. ``FULL`` also where the disk is."""
+        num_bytes = sum(len(part) for part in parts)
+        assert 0 < num_bytes <= self.slot_bytes, f"a payload of {num_bytes} bytes, slots of {self.slot_bytes}"
+        outcome = self._store(key, parts, num_bytes)
+        self.counters.outcomes[outcome] += 1
+        return outcome
+
+    def _store(self, key: BlockKey, parts: Sequence[memoryview], num_bytes: int) -> Outcome:
+        try:
+            record = self._prepare(key, num_bytes)
+            if isinstance(record, Outcome):
+                return record
+            try:
+                checksum = self._write_slot(record.slot, parts)
+                return self._publish(key, replace(record, state=READY, checksum=checksum))
+            finally:
+                self._writing.discard(record.generation)
+                # Still filed as being written: it did not get through, and nobody will go on with it.
+                left = self._data(key.hash)
+                found = None if left is None else decode(key.hash, left, self.num_slots)
+                if left and found and found.state == WRITING and found.generation == record.generation:
+                    self._forget(key.hash, left)
+        except (OSError, lmdb.Error):
+            return Outcome.FULL
+
+    def _prepare(self, key: BlockKey, num_bytes: int) -> Record | Outcome:
+        with self._env.begin(write=True) as txn:
+            data = _get(txn, key.hash, self._blocks)
+            known = None if data is None else decode(key.hash, data, self.num_slots)
+            if known is not None and known.state == READY and known.version >= self._version:
+                return Outcome.KNOWN
+            if known is not None and known.state == WRITING and not self._is_abandoned(known):
+                return Outcome.PENDING
+            if data is not None:
+                self._drop(txn, key.hash, data)
+            slot = self._take_slot(txn)
+            if slot is None:
+                return Outcome.FULL
+            generation = int.from_bytes(_get(txn, _GENERATION, self._meta) or b"", "little") + 1
+            txn.put(_GENERATION, generation.to_bytes(8, "little"), db=self._meta)
+            record = Record(
+                state=WRITING,
+                owner=self._folder.number,
+                version=self._version,
+                slot=slot,
+                generation=generation,
+                payload_bytes=num_bytes,
+                checksum=_NO_CHECKSUM,
+                namespace=key.namespace,
+                parent=key.parent,
+                tokens=key.tokens,
+            )
+            txn.put(key.hash, encode(key.hash, record), db=self._blocks)
+            txn.put(_slot_key(slot), key.hash, db=self._slots)
+            self._writing.add(generation)  # before anybody can see the record
+        self._set_rank(slot, _BUSY)
+        return record
+
+    def _write_slot(self, slot: int, parts: Sequence[memoryview]) -> bytes:
+        hasher = xxh3_128()
+        at = slot * self.slot_bytes
+        for part in parts:
+            for start in range(0, len(part), CHUNK_BYTES):
+                piece = part[start : start + CHUNK_BYTES]
+                hasher.update(piece)
+                while len(piece):
+                    written = os.pwrite(self._folder.slab, piece, at)
+                    at += written
+                    piece = piece[written:]
+        return hasher.digest()
+
+    def _publish(self, key: BlockKey, record: Record) -> Outcome:
+        pending = encode(key.hash, replace(record, state=WRITING, checksum=_NO_CHECKSUM))
+        with self._env.begin(write=True) as txn:
+            if _get(txn, key.hash, self._blocks) != pending:
+                return Outcome.PENDING  # purged meanwhile
+            txn.put(key.hash, encode(key.hash, record), db=self._blocks)
+        self._use([record.slot])
+        return Outcome.STORED
+
+    # ------------------------------------------------------------ dropping
+
+    def purge(self, namespace: bytes) -> int:
+        """Forgets every block of a namespace (32 bytes: its digest); returns how many."""
+        return self._drop_where(lambda record: record.namespace == namespace, limit=self.num_slots)
+
+    def drop_stale(self, limit: int = _BATCH) -> int:
+        """Forgets up to ``limit`` blocks of lower versions; for the background. Returns how many."""
+        dropped = self._drop_where(lambda record: record.version < self._version, limit=limit)
+        self.counters.dropped_stale += dropped
+        return dropped
+
+    def _reclaim_abandoned(self) -> None:
+        """Frees what dead processes were writing, and what an earlier bearer of our number was."""
+        self.counters.reclaimed += self._drop_where(
+            lambda record: record.state == WRITING and self._is_abandoned(record), limit=self.num_slots
+        )
+
+    def _is_abandoned(self, record: Record) -> bool:
+        if record.owner == self._folder.number:
+            return record.generation not in self._writing
+        return not self._folder.is_alive(record.owner)
+
+    def _drop_where(self, is_meant: Callable[[Record], bool], *, limit: int) -> int:
+        """Drops what is meant and what is damaged, in short transactions so that no writer waits long."""
+        meant: list[tuple[bytes, bytes]] = []
+        with self._env.begin(db=self._blocks) as txn:
+            for name, data in _items(txn.cursor()):
+                record = decode(name, data, self.num_slots)
+                if record is None or is_meant(record):
+                    meant.append((name, data))
+                    if len(meant) == limit:
+                        break
+        num_dropped = 0
+        with suppress(lmdb.Error):  # no room even to forget: the next round, or eviction, will
+            for start in range(0, len(meant), _BATCH):
+                with self._env.begin(write=True) as txn:
+                    for name, data in meant[start : start + _BATCH]:
+                        if _get(txn, name, self._blocks) == data:
+                            self._drop_or_revoke(txn, name, data)
+                            num_dropped += 1
+        return num_dropped
+
+    def _drop_or_revoke(self, txn: lmdb.Transaction, name: bytes, data: bytes) -> None:
+        """Inside a transaction: what is being written keeps its slot until then, but is not published."""
+        record = decode(name, data, self.num_slots)
+        if record is not None and record.state == WRITING and not self._is_abandoned(record):
+            txn.put(name, encode(name, replace(record, version=_REVOKED)), db=self._blocks)
+        else:
+            self._drop(txn, name, data)
+
+    def _forget(self, name: bytes, data: bytes) -> None:
+        """Drops a record if it still is ``data``."""
+        with suppress(lmdb.Error), self._env.begin(write=True) as txn:
+            if _get(txn, name, self._blocks) == data:
+                self._drop(txn, name, data)
+
+    def _drop(self, txn: lmdb.Transaction, name: bytes, data: bytes) -> None:
+        """Inside a transaction: the record goes, and its slot is free if it still is that record's."""
+        txn.delete(name, db=self._blocks)
+        record = decode(name, data, self.num_slots)
+        if record is not None and _get(txn, _slot_key(record.slot), self._slots) == name:
+            txn.delete(_slot_key(record.slot), db=self._slots)
+            self._set_rank(record.slot, 0)
+            self._candidates.clear()
+
+    # ------------------------------------------------------------ what goes first
+
+    def _take_slot(self, txn: lmdb.Transaction) -> int | None:
+        """Inside a transaction: a free slot, or that of the block used least recently, which goes."""
+        for _ in range(2):
+            while self._candidates:
+                slot, rank = self._candidates.popleft()
+                if self._get_rank(slot) == rank and self._vacate(txn, slot):
+                    return slot
+            self._find_candidates(txn)
+        return None
+
+    def _vacate(self, txn: lmdb.Transaction, slot: int) -> bool:
+        """Whether the slot can be had; its block is dropped then."""
+        name = _get(txn, _slot_key(slot), self._slots)
+        if name is None:
+            return True
+        data = _get(txn, name, self._blocks)
+        record = None if data is None else decode(name, data, self.num_slots)
+        if record is not None and record.slot == slot:
+            if record.state == WRITING:
+                if not self._is_abandoned(record):
+                    return False
+                self.counters.reclaimed += 1
+            else:
+                self.counters.evicted += 1
+        if data is not None and (record is None or record.slot == slot):
+            txn.delete(name, db=self._blocks)
+        txn.delete(_slot_key(slot), db=self._slots)
+        return True
+
+    def _find_candidates(self, txn: lmdb.Transaction) -> None:
+        ranks = self._read_ranks()
+        now, ranks = int(ranks[0]), ranks[1:]
+        busy = np.flatnonzero(ranks == _BUSY)
+        order = ranks.copy()
+        order[ranks > now] = 0  # no such time has been: damaged
+        live = [slot for slot in busy.tolist() if not self._is_free_after_all(txn, slot)]
+        order[live] = _BUSY
+        count = min(_NUM_CANDIDATES, self.num_slots)
+        first = np.argpartition(order, count - 1)[:count] if count < self.num_slots else np.arange(count)
+        first = np.sort(first)
+        first = first[np.argsort(order[first], kind="stable")]
+        self._candidates.extend((int(slot), int(ranks[slot])) for slot in first if order[slot] != _BUSY)
+
+    def _is_free_after_all(self, txn: lmdb.Transaction, slot: int) -> bool:
+        """Of a slot ranked as being written: whether its writer is gone, or was done and did not say so."""
+        name = _get(txn, _slot_key(slot), self._slots)
+        data = None if name is None else _get(txn, name, self._blocks)
+        record = None if name is None or data is None else decode(name, data, self.num_slots)
+        return record is None or record.slot != slot or record.state == READY or self._is_abandoned(record)
+
+    def _use(self, slots: Sequence[int]) -> None:
+        """Ranks the slots of a chain as used now, the last one least.
+
+        The counter in the file is read and written without a lock. Who loses that race shares a rank with
+        the winner: an order nobody could tell from the true one.
+        """
+        if not slots:
+            return
+        with suppress(OSError):  # a use that is not noted is no harm
+            stored = int.from_bytes(os.pread(self._folder.ranks, RANK_BYTES, 0), "little")
+            base = max(self._rank, stored if stored < _BUSY >> 1 else 0)  # more than that is damage
+            self._rank = base + len(slots)
+            os.pwrite(self._folder.ranks, self._rank.to_bytes(RANK_BYTES, "little"), 0)
+            for place, slot in enumerate(slots):
+                self._set_rank(slot, self._rank - place)
+
+    def _set_rank(self, slot: int, rank: int) -> None:
+        with suppress(OSError):
+            os.pwrite(self._folder.ranks, rank.to_bytes(RANK_BYTES, "little"), (slot + 1) * RANK_BYTES)
+
+    def _get_rank(self, slot: int) -> int:
+        return int.from_bytes(os.pread(self._folder.ranks, RANK_BYTES, (slot + 1) * RANK_BYTES), "little")
+
+    def _read_ranks(self) -> npt.NDArray[np.uint64]:
+        size = (self.num_slots + 1) * RANK_BYTES
+        data = os.pread(self._folder.ranks, size, 0)
+        return np.frombuffer(data.ljust(size, b"\0"), "<u8").astype(np.uint64)
+
+    # ------------------------------------------------------------ looking at it
+
+    def use(self) -> TierUse:
+        """What is in the store now."""
+        info = self._env.info()
+        with self._env.begin() as txn:
+            num_blocks = txn.stat(self._blocks)["entries"]
+            page_bytes = txn.stat(self._blocks)["psize"]
+        return TierUse(self.num_slots, self.slot_bytes, num_blocks, (info["last_pgno"] + 1) * page_bytes)
+
+    def check_integrity(self, *, payloads: bool = True) -> Integrity:
+        """Looks at everything: asserts the books, counts damage. For tests and for the curious; slow.
+
+        Payloads are only counted as bad if their record is the same before and after they were read.
+        """
+        num_ready = num_writing = num_bad_payloads = num_bad_records = 0
+        taken: dict[int, bytes] = {}
+        ready: list[tuple[bytes, bytes, Record]] = []
+        with self._env.begin() as txn:
+            by_slot = {int.from_bytes(k, "big"): v for k, v in _items(txn.cursor(db=self._slots))}
+            last = int.from_bytes(_get(txn, _GENERATION, self._meta) or b"", "little")
+            for name, data in _items(txn.cursor(db=self._blocks)):
+                record = decode(name, data, self.num_slots)
+                if record is None:
+                    num_bad_records += 1
+                    continue
+                assert record.slot not in taken, f"slot {record.slot} has two blocks"
+                assert by_slot.get(record.slot) == name, f"slot {record.slot} is filed under another block"
+                assert record.generation <= last, f"generation {record.generation} of {last}"
+                assert record.payload_bytes <= self.slot_bytes, f"{record.payload_bytes} bytes in a slot"
+                taken[record.slot] = name
+                num_writing += record.state == WRITING
+                if record.state == READY:
+                    ready.append((name, data, record))
+        num_ready = len(ready)
+        assert num_ready + num_writing <= self.num_slots, "more blocks than slots"
+        size = os.fstat(self._folder.slab).st_size
+        assert size <= self.num_slots * self.slot_bytes, f"the slab has grown to {size} bytes"
+        buffer = memoryview(bytearray(self.slot_bytes))
+        for name, data, record in ready if payloads else ():
+            checksum = self._read_slot(record.slot, buffer[: record.payload_bytes])
+            num_bad_payloads += checksum != record.checksum and self._data(name) == data
+        return Integrity(num_ready, num_writing, num_bad_payloads, num_bad_records)
+
+
+def _items(cursor: lmdb.Cursor) -> Iterator[tuple[bytes, bytes]]:
+    return ((bytes(name), bytes(data)) for name, data in cursor)
+
+
+def _get(txn: lmdb.Transaction, name: bytes, db: lmdb._Database) -> bytes | None:
+    data = txn.get(name, db=db)
+    return None if data is None else bytes(data)
+
+
+def _slot_key(slot: int) -> bytes:
+    return slot.to_bytes(8, "big")
