@@ -14,6 +14,7 @@
     │   ├── MalformedRequestError        a body that is not a JSON object  400
     │   ├── ParameterError               a parameter out of its range      400  (has .param)
     │   ├── AuthenticationError          no key, or a wrong one            401
+    │   ├── TraceError                   a recorded trace cannot be read   400
     │   ├── UnknownModelError            no such model here                404
     │   ├── RequestTimeoutError          the request arrived too slowly    408
     │   ├── RequestTooLargeError         the body is over the limit        413
@@ -114,6 +115,12 @@ class ParameterError(ClientError):
 class AuthenticationError(ClientError):
     status = 401
     code = "invalid_api_key"
+
+
+class TraceError(ClientError):
+    """A recorded trace is missing, or a line of it has another form; the message names both."""
+
+    code = "invalid_trace"
 
 
 class UnknownModelError(ClientError):

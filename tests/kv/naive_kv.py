@@ -149,7 +149,7 @@ class NaiveIndex:
                 parent = path[-1] = self.split(parent, found)
             size = self.block_size
             fresh = {k: b for k, b in enumerate(table) if (k + 1) * size > found and k * size < len(tokens)}
-            if path and not parent.children:
+            if path and not parent.children and self.goes_on(parent, len(tokens) - found, rank):
                 parent.tokens += tokens[found:]
                 parent.entries.update(fresh)
             else:
@@ -160,6 +160,13 @@ class NaiveIndex:
             node.last_used = rank
         blocks, others = self.table(path, len(tokens))
         return len(tokens) - found, set(blocks) | others
+
+    def goes_on(self, leaf: NaiveNode, num_fresh: int, rank: int) -> bool:
+        """Whether fresh tokens join a leaf: one is shorter than a block, or the policy sees no difference."""
+        place = (leaf.depth, len(leaf.tokens))
+        joined = self.policy.priority(NodeStats(rank, leaf.inserted, leaf.num_uses, *place))
+        apart = self.policy.priority(NodeStats(rank, rank, 0, *place))
+        return min(num_fresh, len(leaf.tokens)) < self.block_size or joined == apart
 
     def split(self, node: NaiveNode, at: int) -> NaiveNode:
         size, parent = self.block_size, node.parent

@@ -32,7 +32,7 @@ import numpy.typing as npt
 
 from ostinato.types import BlockIds
 
-from .policy import Candidate, EvictionPolicy, VictimQueue
+from .policy import Candidate, EvictionPolicy, HistoryPolicy, NodeStats, ScoredQueue, Use, VictimQueue
 
 TOKEN_BYTES = 4
 _NO_BLOCKS: BlockIds = np.empty(0, np.intp)
@@ -122,15 +122,22 @@ NOTHING_NEW = Inserted()
 class PrefixIndex:
     """All trees. Token sequences are int32 arrays' bytes, namespaces are digests; nothing here locks."""
 
-    def __init__(self, block_size: int, blocks: BlockCounts, policy: EvictionPolicy) -> None:
+    def __init__(self, block_size: int, blocks: BlockCounts, policy: EvictionPolicy | HistoryPolicy) -> None:
         assert block_size >= 1, f"block size {block_size}"
         self.num_tokens = 0
         self.num_nodes = 0
         self._block_size = block_size
         self._blocks = blocks
-        self._policy = policy
         self._trees: dict[str, Tree] = {}
-        self._leaves: VictimQueue[Node] = VictimQueue(policy)
+        self._policy: EvictionPolicy | None = None
+        self._history: HistoryPolicy | None = None
+        self._leaves: VictimQueue[Node]
+        if isinstance(policy, HistoryPolicy):
+            self._history = policy
+            self._leaves = ScoredQueue(policy)
+        else:
+            self._policy = policy
+            self._leaves = VictimQueue(policy)
 
     # ------------------------------------------------------------ look up
 
@@ -199,10 +206,13 @@ class PrefixIndex:
 
     # ------------------------------------------------------------ insert
 
-    def insert(self, namespace: str, tokens: bytes, table: BlockIds, rank: int) -> Inserted:
+    def insert(
+        self, namespace: str, tokens: bytes, table: BlockIds, rank: int, use: Use | None = None
+    ) -> Inserted:
         """Makes all of ``tokens``, whose KV lies in ``table``, findable; what is here keeps its blocks.
 
         The caller holds ``table``, and has to hold all of the returned path before anything else happens.
+        ``use`` tells a policy with a history whose tokens these are.
         """
         num_tokens = len(tokens) // TOKEN_BYTES
         assert len(table) * self._block_size >= num_tokens, f"{len(table)} blocks for {num_tokens} tokens"
@@ -211,23 +221,55 @@ class PrefixIndex:
         tree = self._trees.get(namespace)
         if tree is None:
             tree = self._trees[namespace] = Tree(namespace)
+        cuts = [] if self._history is None else self._observe(use or Use(namespace), tokens)
         path, found = self._walk(tree.root, tokens)
         if found == num_tokens:
-            for node in path:
-                self._touch(node, rank)
+            if self._history is not None:
+                self._part_tail(path, found)
+            self._place(path, rank)
             return NOTHING_NEW
         if path and found < path[-1].end_tokens:
             path[-1] = self._split(path[-1], found)
-        if path and not path[-1].children:
-            num_blocks = self._extend(path[-1], tokens, table)
-        else:
-            path.append(self._add_child(path[-1] if path else tree.root, tokens, table, rank))
-            num_blocks = self._blocks.own(path[-1].blocks)
-        self._align(path[-1])
-        for node in path:
-            self._touch(node, rank)
+        num_blocks = 0
+        for end in (*(cut for cut in cuts if cut > found), num_tokens):
+            part = tokens if end == num_tokens else tokens[: end * TOKEN_BYTES]
+            if path and not path[-1].children and self._goes_on(path[-1], end, rank):
+                num_blocks += self._extend(path[-1], part, table)
+            else:
+                path.append(self._add_child(path[-1] if path else tree.root, part, table, rank))
+                num_blocks += self._blocks.own(path[-1].blocks)
+            self._align(path[-1])
+        self._place(path, rank)
         self._count(tree, num_tokens - found)
         return Inserted(num_tokens - found, num_blocks, self._assemble(path, num_tokens))
+
+    def _observe(self, use: Use, tokens: bytes) -> list[int]:
+        assert self._history is not None
+        assert isinstance(self._leaves, ScoredQueue)
+        self._leaves.observed()
+        return self._history.observe(use, tokens)
+
+    def _part_tail(self, path: list[Node], found: int) -> None:
+        """Cuts the last node where the request ended, at a block's end: only the upper part was used."""
+        at = found - found % self._block_size
+        if path[-1].depth_tokens < at < path[-1].end_tokens:
+            path[-1] = self._split(path[-1], at)
+
+    def _goes_on(self, leaf: Node, end: int, rank: int) -> bool:
+        """Whether tokens up to ``end`` may join a leaf: the policy could not tell them from it.
+
+        Or one of the two is shorter than a block, which would let nodes outnumber blocks.
+        """
+        if self._history is not None:
+            return leaf.tag is self._history.tag_at(leaf.end_tokens)
+        assert self._policy is not None
+        num_fresh = end - leaf.end_tokens
+        if min(num_fresh, leaf.num_tokens) < self._block_size:
+            return True
+        joined = NodeStats(rank, leaf.inserted, leaf.num_uses, leaf.depth_tokens, leaf.num_tokens)
+        apart = NodeStats(rank, rank, 0, leaf.depth_tokens, leaf.num_tokens)
+        priority, other = self._policy.priority(joined), self._policy.priority(apart)
+        return not (priority < other or other < priority)
 
     def _split(self, node: Node, at: int) -> Node:
         """Puts a new node over ``node`` that takes its tokens before ``at``; returns the new one."""
@@ -238,7 +280,7 @@ class PrefixIndex:
         num_upper = -(-at // self._block_size) - first
         tokens, blocks = node.tokens[:cut_bytes], node.blocks[:num_upper]
         upper = Node(node.tree, parent, tokens, blocks, depth=node.depth_tokens, rank=node.inserted)
-        upper.last_used, upper.num_uses = node.last_used, node.num_uses
+        upper.last_used, upper.num_uses, upper.tag = node.last_used, node.num_uses, node.tag
         parent.children[upper.tokens[:TOKEN_BYTES]] = upper
         node.parent = upper
         node.tokens = node.tokens[cut_bytes:]
@@ -256,6 +298,7 @@ class PrefixIndex:
         depth, size = parent.end_tokens, self._block_size
         blocks = table[depth // size : -(-(len(tokens) // TOKEN_BYTES) // size)].copy()
         child = Node(parent.tree, parent, tokens[TOKEN_BYTES * depth :], blocks, depth=depth, rank=rank)
+        self._leaves.drop(parent)
         parent.children[child.tokens[:TOKEN_BYTES]] = child
         self.num_nodes += 1
         return child
@@ -387,7 +430,10 @@ class PrefixIndex:
         (lower,) = upper.children.values()
         parent, size = upper.parent, self._block_size
         assert parent is not None, "merged a root"
-        if size <= upper.num_tokens and size <= lower.num_tokens:
+        if self._policy is None:
+            if upper.tag is not lower.tag:
+                return 0
+        elif size <= upper.num_tokens and size <= lower.num_tokens:
             priority, other = self._policy.priority(upper), self._policy.priority(lower)
             if priority < other or other < priority:
                 return 0
@@ -408,6 +454,12 @@ class PrefixIndex:
         return self._blocks.disown(overridden)
 
     # ------------------------------------------------------------ inside
+
+    def _place(self, path: list[Node], rank: int) -> None:
+        for node in path:
+            if self._history is not None:
+                node.tag = self._history.tag_at(node.depth_tokens)
+            self._touch(node, rank)
 
     def _touch(self, node: Node, rank: int) -> None:
         node.last_used = rank

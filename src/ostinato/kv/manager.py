@@ -15,7 +15,7 @@ from ostinato.types import BlockIds, Run, SlotCopy, TokenArray
 
 from .hashing import Namespace
 from .index import TOKEN_BYTES, Match, PrefixIndex
-from .policy import LRU, EvictionPolicy
+from .policy import LRU, NO_HINTS, EvictionPolicy, HistoryPolicy, RequestHints, Use
 from .pool import BlockPool, BlockTable
 
 
@@ -33,7 +33,7 @@ class KVManager:
         num_blocks: int,
         block_size: int,
         *,
-        policy: EvictionPolicy | None = None,
+        policy: EvictionPolicy | HistoryPolicy | None = None,
         observer: Observer | None = None,
     ) -> None:
         assert block_size >= 1, f"block size {block_size}"
@@ -76,11 +76,11 @@ class KVManager:
 
     # ------------------------------------------------------------ the flow
 
-    def acquire(self, namespace: Namespace, tokens: TokenArray) -> Lease:
+    def acquire(self, namespace: Namespace, tokens: TokenArray, *, hints: RequestHints = NO_HINTS) -> Lease:
         """Finds the longest cached prefix of ``tokens`` and holds it: one step, which cannot fail.
 
         The hit is exact to the token (stored tokens are compared) and at most ``len(tokens) - 1`` long,
-        because the last token's logits are wanted. Emits ``PrefixLookedUp``.
+        because the last token's logits are wanted. ``hints`` are for the policy. Emits ``PrefixLookedUp``.
         """
         data = _as_bytes(tokens)
         with self._lock:
@@ -89,7 +89,7 @@ class KVManager:
             self._pool.hold(match.blocks)
             if match.overridden:
                 self._pool.hold(_as_block_ids(match.overridden))
-            lease = Lease(self, namespace, match, data[: match.num_tokens * TOKEN_BYTES])
+            lease = Lease(self, namespace, match, data[: match.num_tokens * TOKEN_BYTES], hints)
             self._leases.add(lease)
         self._emit(PrefixLookedUp(len(tokens), match.num_tokens))
         return lease
@@ -185,7 +185,7 @@ class KVManager:
             lease._tokens = data
             self._rank += 1
             table = lease._table.ids
-            inserted = self._index.insert(lease.namespace.digest, data, table, self._rank)
+            inserted = self._index.insert(lease.namespace.digest, data, table, self._rank, lease._use)
             if inserted.path is not None:
                 self._hold_path(lease, inserted.path)
             if lease._source is not None:
@@ -249,11 +249,14 @@ class Lease:
         "_source",
         "_table",
         "_tokens",
+        "_use",
         "namespace",
         "prefix_len",
     )
 
-    def __init__(self, manager: KVManager, namespace: Namespace, match: Match, tokens: bytes) -> None:
+    def __init__(
+        self, manager: KVManager, namespace: Namespace, match: Match, tokens: bytes, hints: RequestHints
+    ) -> None:
         self.namespace = namespace
         self.prefix_len = match.num_tokens
         self._manager = manager
@@ -263,6 +266,7 @@ class Lease:
         self._source: int | None = None  # of a copy that may not have run yet
         self._also_held = set(match.overridden)
         self._tokens = tokens  # found or committed so far
+        self._use = Use(namespace.digest, hints)
         self._is_released = False
 
     def __enter__(self) -> Lease:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 from typing import Any, Generic, Protocol, TypeVar
+
+import numpy as np
+import numpy.typing as npt
 
 
 @dataclass(slots=True, eq=False)
@@ -40,6 +44,61 @@ class EvictionPolicy(Protocol):
         """
 
 
+@dataclass(frozen=True, slots=True)
+class RequestHints:
+    """What a caller may know of a request beyond its tokens. Every field is optional and only a hint.
+
+    ``has_part_block``: the last token stands for a block that is not full (a trace of blocks), so that
+    nothing longer can continue it.
+    """
+
+    input_tokens: int = 0
+    output_tokens: int = 0
+    has_part_block: bool = False
+
+
+NO_HINTS = RequestHints()
+
+
+class Use:
+    """One request's use of the cache, from its first commit to its last. ``state`` is the policy's own."""
+
+    __slots__ = ("hints", "namespace", "state")
+
+    def __init__(self, namespace: str, hints: RequestHints = NO_HINTS) -> None:
+        self.namespace = namespace
+        self.hints = hints
+        self.state: Any = None
+
+
+class HistoryPolicy(ABC):
+    """A policy that remembers what was used, also after it was evicted.
+
+    The index tells it of every commit, cuts its nodes where the policy says that fates part, tags each node
+    with what the policy says stands there, and asks for the order of tags. All under the manager's lock.
+    """
+
+    @abstractmethod
+    def observe(self, use: Use, tokens: bytes) -> list[int]:
+        """A request now consists of ``tokens`` (int32 bytes), all of them findable from now on.
+
+        Returns ascending token counts at which to cut nodes, all below the length of ``tokens``.
+        """
+
+    @abstractmethod
+    def tag_at(self, depth_tokens: int) -> Any:
+        """What stands at this depth of the tokens observed last."""
+
+    @abstractmethod
+    def scores(self, tags: Sequence[Any]) -> npt.NDArray[np.float64]:
+        """One number a tag, the smallest is evicted first; constant between two calls of ``observe``."""
+
+    @property
+    @abstractmethod
+    def size_bytes(self) -> int:
+        """Memory that all of its history takes, bounded whatever the traffic."""
+
+
 class LRU:
     """Least recently used first."""
 
@@ -48,12 +107,13 @@ class LRU:
 
 
 class Candidate(NodeStats):
-    """Statistics that can stand in a victim queue. The two marks belong to the queue."""
+    """Statistics that can stand in a victim queue. Two marks belong to the queue, ``tag`` to the policy."""
 
-    __slots__ = ("parked_on", "ticket")
+    __slots__ = ("parked_on", "tag", "ticket")
 
     def __init__(self, *, rank: int, depth_tokens: int, num_tokens: int) -> None:
         super().__init__(rank, rank, 0, depth_tokens, num_tokens)
+        self.tag: Any = None
         self.ticket = 0  # of the one live heap entry; 0: none
         self.parked_on = -1  # the block waited for; -1: none
 
@@ -151,3 +211,91 @@ class VictimQueue(Generic[CandidateT]):
                 )
         assert not queued, "something is queued that is no candidate"
         assert not parked, "something is parked that is no candidate"
+
+
+class ScoredQueue(VictimQueue[CandidateT]):
+    """The same for scores that change with time: nothing is ordered until a victim is wanted.
+
+    Once a request the scores of all candidates are computed in one go and the lowest few are sorted; those
+    put while victims are taken are scored as they come.
+    """
+
+    _NUM_SORTED = 48
+
+    def __init__(self, policy: HistoryPolicy) -> None:
+        super().__init__(_NoPriority())
+        self._scorer = policy
+        self._waiting: dict[int, CandidateT] = {}  # by ticket, in order of arrival
+        self._sorted: list[tuple[float, int]] = []
+        self._unscored: list[int] = []
+        self._is_stale = True
+
+    def observed(self) -> None:
+        """All scores may have changed."""
+        self._is_stale = True
+
+    def put(self, candidate: CandidateT) -> None:
+        self.drop(candidate)
+        self._last_ticket += 1
+        candidate.ticket = self._last_ticket
+        self._waiting[candidate.ticket] = candidate
+        if not self._is_stale:
+            self._unscored.append(candidate.ticket)
+
+    def pop(self) -> CandidateT:
+        while self._waiting:
+            if self._is_stale or not (self._sorted or self._unscored):
+                self._sort()
+            elif self._unscored:
+                fresh = [ticket for ticket in self._unscored if ticket in self._waiting]
+                self._unscored.clear()
+                scores = self._scorer.scores([self._waiting[ticket].tag for ticket in fresh])
+                for entry in zip(scores.tolist(), fresh, strict=True):
+                    heappush(self._sorted, entry)
+            while self._sorted:
+                candidate = self._waiting.pop(heappop(self._sorted)[1], None)
+                if candidate is not None:
+                    candidate.ticket = 0
+                    return candidate
+        raise AssertionError("more blocks were said to be evictable than there are candidates for")
+
+    def drop(self, candidate: CandidateT) -> None:
+        self._unpark(candidate)
+        if candidate.ticket:
+            del self._waiting[candidate.ticket]
+            candidate.ticket = 0
+
+    def clear(self) -> None:
+        super().clear()
+        self._waiting.clear()
+        self._sorted.clear()
+        self._unscored.clear()
+
+    def _sort(self) -> None:
+        tickets = np.fromiter(self._waiting, np.int64, len(self._waiting))
+        scores = self._scorer.scores([candidate.tag for candidate in self._waiting.values()])
+        lowest: npt.NDArray[np.intp] = np.arange(len(tickets))
+        if len(tickets) > self._NUM_SORTED:
+            lowest = np.argpartition(scores, self._NUM_SORTED)[: self._NUM_SORTED]
+        self._sorted = sorted(zip(scores[lowest].tolist(), tickets[lowest].tolist(), strict=True))
+        self._unscored.clear()
+        self._is_stale = False
+
+    def check_integrity(self, candidates: list[CandidateT]) -> None:
+        queued = {id(candidate): ticket for ticket, candidate in self._waiting.items()}
+        parked = {id(candidate): block_id for block_id, candidate in self._parked.items()}
+        assert len(queued) == len(self._waiting), "a candidate is queued twice"
+        for candidate in candidates:
+            ticket = queued.pop(id(candidate), 0)
+            block_id = parked.pop(id(candidate), -1)
+            assert (ticket == 0) == (block_id >= 0), "a candidate is not in exactly one place"
+            assert candidate.ticket == ticket, "a candidate is queued elsewhere than it says"
+            assert candidate.parked_on == block_id, "a candidate is parked elsewhere than it says"
+            assert candidate.tag is not None, "a candidate was never tagged"
+        assert not queued, "something is queued that is no candidate"
+        assert not parked, "something is parked that is no candidate"
+
+
+class _NoPriority:
+    def priority(self, stats: NodeStats) -> int:
+        raise AssertionError("a scored queue has no priorities")

@@ -1,0 +1,1 @@
+"""Rules of eviction beyond least recently used. Each says what it remembers, and how much of it."""

@@ -1,0 +1,1 @@
+"""Replays recorded requests through the real books of the cache, with no model and no tensors."""

@@ -1,0 +1,95 @@
+"""Requests of a trace through the real manager, index and policies; there is no model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from ostinato.events import BlocksEvicted, Event
+from ostinato.kv.hashing import Namespace
+from ostinato.kv.manager import KVManager
+from ostinato.kv.policy import EvictionPolicy, HistoryPolicy, RequestHints
+from ostinato.types import TokenArray
+
+from .traces import TraceRequest
+
+_NAMESPACE = Namespace("trace", "", "", "", "", "")
+_SENTINEL = np.array([-1], np.int32)  # no trace has it: what a hit can end before
+
+
+class ReplayClock:
+    """Time as the trace tells it."""
+
+    def __init__(self) -> None:
+        self.time_s = 0.0
+
+    def now(self) -> float:
+        return self.time_s
+
+    def monotonic(self) -> float:
+        return self.time_s
+
+
+@dataclass(slots=True)
+class Replayed:
+    """What a replay served. ``hits`` and ``refs`` are units of each request."""
+
+    capacity: int
+    hits: list[int] = field(default_factory=list)
+    refs: list[int] = field(default_factory=list)
+    hit_tokens: int = 0
+    input_tokens: int = 0
+    num_evicted: int = 0
+
+    def hit_rate(self, start: int = 0) -> float:
+        """Units served of units asked for, from request ``start`` on."""
+        return sum(self.hits[start:]) / sum(self.refs[start:])
+
+
+def replay(
+    requests: Sequence[TraceRequest],
+    capacity: int,
+    policy: EvictionPolicy | HistoryPolicy,
+    clock: ReplayClock,
+    *,
+    unit_tokens: int,
+    on_request: Callable[[KVManager], None] | None = None,
+) -> Replayed:
+    """Each request in turn is looked up, inserted whole and let go, in a pool of ``capacity`` units.
+
+    A request longer than the pool is computed and not kept. ``clock`` is the one the policy was made with.
+    """
+    result = Replayed(capacity)
+
+    def observe(event: Event) -> None:
+        if isinstance(event, BlocksEvicted):
+            result.num_evicted += event.num_blocks
+
+    manager = KVManager(capacity, 1, policy=policy, observer=observe)
+    for request in requests:
+        clock.time_s = max(clock.time_s, request.time_s)
+        hit = serve(manager, request.units, hints_of(request))
+        result.hits.append(hit)
+        result.refs.append(len(request.units))
+        result.hit_tokens += min(hit * unit_tokens, request.input_tokens)
+        result.input_tokens += request.input_tokens
+        if on_request is not None:
+            on_request(manager)
+    return result
+
+
+def hints_of(request: TraceRequest) -> RequestHints:
+    return RequestHints(request.input_tokens, request.output_tokens, request.has_part_block)
+
+
+def serve(manager: KVManager, units: TokenArray, hints: RequestHints) -> int:
+    """One request from look-up to release; returns how many units were there."""
+    # A trace's ids stand for blocks: a prompt that is wholly there is served to its last id, which a
+    # look-up of tokens never reports because the model wants the last token's logits.
+    hit = manager.peek(_NAMESPACE, np.concatenate((units, _SENTINEL)))
+    with manager.acquire(_NAMESPACE, units, hints=hints) as lease:
+        if lease.reserve(len(units)):
+            lease.commit(units)
+    return hit

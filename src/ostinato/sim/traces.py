@@ -1,0 +1,120 @@
+"""Recorded requests, as the replay wants them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import orjson
+
+from ostinato.errors import TraceError
+from ostinato.types import TokenArray
+
+MOONCAKE_BLOCK_TOKENS = 512
+
+
+@dataclass(frozen=True, slots=True)
+class TraceRequest:
+    """One request of a trace.
+
+    ``units`` are what the cache is asked for, int32: real tokens, or one id for each block of tokens (then
+    equal ids mean equal prefixes). ``has_part_block`` says that the last unit stands for a block that is not
+    full. ``session`` is the conversation it belongs to, where the trace knows it.
+    """
+
+    time_s: float
+    units: TokenArray
+    input_tokens: int
+    output_tokens: int
+    has_part_block: bool = False
+    session: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """Requests in order of time; a unit stands for up to ``unit_tokens`` tokens."""
+
+    name: str
+    unit_tokens: int
+    requests: tuple[TraceRequest, ...]
+
+    @property
+    def num_units(self) -> int:
+        return sum(len(request.units) for request in self.requests)
+
+
+def read_mooncake(path: Path) -> Trace:
+    """Reads Mooncake's JSON lines (``timestamp`` ms, ``input_length``, ``output_length``, ``hash_ids``).
+
+    Raises ``TraceError`` naming the line that does not have this form.
+    """
+    requests: list[TraceRequest] = []
+    try:
+        lines = path.read_bytes().splitlines()
+    except OSError as error:
+        raise TraceError(f"cannot read the trace {path}: {error.strerror}") from error
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            row = orjson.loads(line)
+            time_s, num_input = float(row["timestamp"]) / 1000, int(row["input_length"])
+            num_output, ids = int(row["output_length"]), row["hash_ids"]
+            units = np.asarray(ids, dtype=np.int32)
+            if units.ndim != 1 or not len(units) or not 0 < num_input <= len(units) * MOONCAKE_BLOCK_TOKENS:
+                raise ValueError("hash_ids do not cover input_length")
+        except (ValueError, TypeError, KeyError, OverflowError) as error:
+            raise TraceError(f"{path}, line {number}: not a Mooncake request ({error})") from error
+        is_part = num_input % MOONCAKE_BLOCK_TOKENS != 0
+        requests.append(TraceRequest(time_s, units, num_input, num_output, is_part))
+    if not requests:
+        raise TraceError(f"{path} has no requests")
+    requests.sort(key=lambda request: request.time_s)
+    return Trace(path.stem, MOONCAKE_BLOCK_TOKENS, tuple(requests))
+
+
+def in_units_of(trace: Trace, block_tokens: int) -> Trace:
+    """A trace of tokens as one of blocks: equal ids where equal prefixes of ``block_tokens`` tokens end."""
+    assert trace.unit_tokens == 1, "only tokens can be put into blocks"
+    ids: dict[tuple[int, bytes], int] = {}
+    requests: list[TraceRequest] = []
+    for request in trace.requests:
+        above, units = -1, []
+        for start in range(0, len(request.units), block_tokens):
+            key = (above, request.units[start : start + block_tokens].tobytes())
+            above = ids.setdefault(key, len(ids))
+            units.append(above)
+        requests.append(
+            TraceRequest(
+                request.time_s,
+                np.asarray(units, np.int32),
+                request.input_tokens,
+                request.output_tokens,
+                request.input_tokens % block_tokens != 0,
+                request.session,
+            )
+        )
+    return Trace(trace.name, block_tokens, tuple(requests))
+
+
+def merge_sessions(sessions: Sequence[Trace], starts_s: Sequence[float], name: str) -> Trace:
+    """Plays several traces at once, the first request of each at its start; in order of time."""
+    assert sessions, "merged no sessions"
+    requests: list[TraceRequest] = []
+    for session, start_s in zip(sessions, starts_s, strict=True):
+        first_s = session.requests[0].time_s
+        requests += [
+            TraceRequest(
+                start_s + request.time_s - first_s,
+                request.units,
+                request.input_tokens,
+                request.output_tokens,
+                request.has_part_block,
+                request.session or session.name,
+            )
+            for request in session.requests
+        ]
+    requests.sort(key=lambda request: request.time_s)
+    return Trace(name, sessions[0].unit_tokens, tuple(requests))
