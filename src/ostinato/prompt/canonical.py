@@ -1,0 +1,317 @@
+"""One form for what means the same, so that two prompts do not differ by accident. Opt-in, rule by rule.
+
+Text is changed only outside of what must not change: code (fenced, indented, or between backticks),
+indentation, and quoted strings. A rule whose result would move the border of any of these leaves that text
+as it is. Rules are applied until nothing changes any more, so the canonical form of a canonical form is
+itself, and every change is reported.
+
+This changes what the model reads: it is the user's decision, never a default.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import unicodedata
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, TypeAlias
+
+from ..errors import ParameterError
+from ..types import Conversation, Message, ToolCall
+
+UnicodeForm: TypeAlias = Literal["NFC", "NFKC"]
+
+_MAX_PASSES = 50
+
+# Lines may end in any of three ways, so a line begins where no other character than these stands before.
+_PROTECTED = re.compile(
+    r"""
+    (?<![^\r\n])[ \t]*(?P<fence>```+|~~~+)[^\r\n]*(?:(?:\r\n?|\n)(?![ \t]*(?P=fence))[^\r\n]*)*
+        (?:(?:\r\n?|\n)[ \t]*(?P=fence)[`~]*[ \t]*(?![^\r\n]))?     # fenced code, to its end or the text's
+    | (?<![^\r\n])(?:[ ]{4}|[ ]{0,3}\t)[ \t]*[^\s][^\r\n]*              # indented code
+    | (?<![^\r\n])[ \t]+(?=[^\s])                                       # indentation
+    | (?P<ticks>`+)(?!`)[^\r\n]*?[^`\r\n](?P=ticks)(?!`)                # code in a line
+    | "[^"\r\n]*" | “[^”\r\n]*” | „[^“”\r\n]*[“”] | «[^»\r\n]*» | (?<!\w)'[^'\r\n]*'(?!\w) | ‘[^’\r\n]*’(?!\w)
+    """,
+    re.VERBOSE,
+)
+_LINE_END = re.compile(r"\r\n?")
+_GAP = re.compile(r"(?<=[^\s])[ \t]{2,}(?=[^\s])|(?<=[^\s])\t(?=[^\s])")
+_LINE_TAIL = re.compile(r"[ \t]+(?=[\r\n])")
+_BLANK_LINES = re.compile(r"(\r\n|\r(?!\n)|\n)(?:\r\n|\r(?!\n)|\n){2,}")
+# Names with two underscores on either side are Python's, not emphasis.
+_STRONG = re.compile(r"(?<![\w*\\])__(?![\s_])(?!\w+__)([^_*\r\n]*[^\s_*])__(?![\w*])")
+_EMPHASIS = re.compile(r"(?<![\w*\\])_(?![\s_])([^_*\r\n]*[^\s_*])_(?![\w*])")
+
+
+@dataclass(frozen=True, slots=True)
+class Replacement:
+    """The user's own rule: what ``pattern`` finds outside of code becomes ``by``, as in :func:`re.sub`."""
+
+    pattern: str
+    by: str
+
+    def __post_init__(self) -> None:
+        try:
+            re.sub(self.pattern, self.by, "")
+        except (re.error, IndexError) as error:
+            raise ParameterError(
+                f"{self.pattern!r} → {self.by!r} is no replacement: {error}", param="replacements"
+            ) from error
+
+
+@dataclass(frozen=True, slots=True)
+class CanonicalRules:
+    """What to bring into one form. Every rule is off until asked for.
+
+    Args:
+        line_ends: ``\\r\\n`` and ``\\r`` become ``\\n``.
+        whitespace: spaces at the ends of lines go, gaps inside a line become one space, blank lines in a row
+            one blank line. (Two spaces at the end of a line are a line break in Markdown; they go, too.)
+        unicode: the Unicode form.
+        emphasis: ``__strong__`` and ``_emphasised_`` become ``**strong**`` and ``*emphasised*``.
+        tools: tools in the order of their names; the keys of their schemas, and the names under ``required``,
+            in alphabetical order.
+        arguments: the JSON of tool calls with sorted keys and without spaces. It then differs from what the
+            model wrote, and parts from the KV of its answer.
+        replacements: more rules, in order.
+        roles: the messages whose text is changed.
+    """
+
+    line_ends: bool = False
+    whitespace: bool = False
+    unicode: UnicodeForm | None = None
+    emphasis: bool = False
+    tools: bool = False
+    arguments: bool = False
+    replacements: tuple[Replacement, ...] = ()
+    roles: tuple[str, ...] = ("system", "developer", "user")
+
+    def __post_init__(self) -> None:
+        if self.unicode not in (None, "NFC", "NFKC"):
+            raise ParameterError("unicode must be NFC or NFKC", param="unicode")
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """What a rule changed: ``where`` is ``messages[2]``, ``messages[2].tool_calls[0]`` or ``tools``."""
+
+    rule: str
+    where: str
+
+
+@dataclass(frozen=True, slots=True)
+class Canonical:
+    """A conversation in canonical form, and what that took."""
+
+    conversation: Conversation
+    changes: tuple[Change, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """A text that goes into a prompt beside others. ``score`` says how well it fits; more is better."""
+
+    id: str
+    text: str
+    score: float = 0.0
+
+
+def in_order(documents: Iterable[Document], by: Literal["id", "score"] = "id") -> tuple[Document, ...]:
+    """Documents in an order that does not depend on how they were found.
+
+    By ``id``, the same documents always stand in the same order. By ``score`` (then by id) the best come
+    first, and a score that changes a little may change the order.
+
+    Raises:
+        ParameterError: two have the same id, or ``by`` is neither.
+    """
+    given = tuple(documents)
+    if len({document.id for document in given}) < len(given):
+        raise ParameterError("two documents have the same id", param="documents")
+    if by not in ("id", "score"):
+        raise ParameterError("documents are ordered by id or by score", param="by")
+    return tuple(
+        sorted(given, key=lambda d: (0.0 if by == "id" else -d.score, d.id))  # no ties: ids differ
+    )
+
+
+def canonical(conversation: Conversation, rules: CanonicalRules) -> Canonical:
+    """The conversation in the form that ``rules`` say.
+
+    Raises:
+        ParameterError: the replacements go round in circles, or make ever more text.
+    """
+    changes: dict[Change, None] = {}
+    messages = []
+    steps = list(_steps(rules))
+    for index, message in enumerate(conversation.messages):
+        where = f"messages[{index}]"
+        if message.role in rules.roles:
+            content, used = _canonical_text(message.content, steps)
+            changes.update((Change(rule, where), None) for rule in used)
+            message = replace(message, content=content)
+        if rules.arguments and message.tool_calls:
+            message = _with_canonical_calls(message, where, changes)
+        messages.append(message)
+    tools = conversation.tools
+    if rules.tools:
+        tools = tuple(sorted(map(_canonical_tool, tools), key=_tool_order))
+        if json.dumps(tools) != json.dumps([_plain(tool) for tool in conversation.tools]):
+            changes[Change("tools", "tools")] = None
+    return Canonical(Conversation(tuple(messages), tools), tuple(changes))
+
+
+def canonical_text(text: str, rules: CanonicalRules) -> str:
+    """One text in the form that ``rules`` say, whatever its role.
+
+    Raises:
+        ParameterError: the replacements go round in circles, or make ever more text.
+    """
+    return _canonical_text(text, list(_steps(rules)))[0]
+
+
+# ---------------------------------------------------------------- text
+
+_Step: TypeAlias = tuple[str, Callable[[str, bool], str]]
+
+
+def _steps(rules: CanonicalRules) -> Iterator[_Step]:
+    """The rules in force: their names, and what they make of a text outside of code (at the end or not)."""
+    if (form := rules.unicode) is not None:
+        yield "unicode", lambda text, is_last: unicodedata.normalize(form, text)
+    if rules.line_ends:
+        yield "line_ends", lambda text, is_last: _LINE_END.sub("\n", text)
+    if rules.emphasis:
+        yield "emphasis", lambda text, is_last: _EMPHASIS.sub(r"*\1*", _STRONG.sub(r"**\1**", text))
+    for rule in rules.replacements:
+        yield f"replace {rule.pattern}", _substitution(re.compile(rule.pattern), rule.by)
+    if rules.whitespace:
+        yield "whitespace", _without_loose_space
+
+
+def _substitution(pattern: re.Pattern[str], by: str) -> Callable[[str, bool], str]:
+    return lambda text, is_last: pattern.sub(by, text)
+
+
+def _without_loose_space(text: str, is_last: bool) -> str:
+    text = _LINE_TAIL.sub("", text)
+    if is_last:
+        text = text.rstrip(" \t")
+    return _BLANK_LINES.sub(r"\1\1", _GAP.sub(" ", text))
+
+
+def _canonical_text(text: str, steps: Sequence[_Step]) -> tuple[str, list[str]]:
+    """The text, and the names of the rules that changed it."""
+    used: dict[str, None] = {}
+    max_chars = 2 * len(text) + 1_000_000
+    for _ in range(_MAX_PASSES):
+        before = text
+        for name, change in steps:
+            changed = _outside_code(text, change)
+            if changed != text:
+                used[name], text = None, changed
+        if text == before:
+            return text, list(used)
+        if len(text) > max_chars:
+            break
+    raise ParameterError(
+        f"the rules do not settle on one text ({', '.join(used)}): what a replacement puts in must not be "
+        "found by it again",
+        param="replacements",
+    )
+
+
+def _outside_code(text: str, change: Callable[[str, bool], str]) -> str:
+    spans = list(_spans(text))
+    last = len(spans) - 1
+    parts = [
+        span if is_protected else change(span, number == last)
+        for number, (span, is_protected) in enumerate(spans)
+    ]
+    changed = "".join(parts)
+    if changed == text:
+        return text
+    kept = [span for span, is_protected in spans if is_protected]
+    return changed if [span for span, is_protected in _spans(changed) if is_protected] == kept else text
+
+
+def _spans(text: str) -> Iterator[tuple[str, bool]]:
+    """The text in parts, and for each whether it must stay as it is."""
+    end = 0
+    for match in _PROTECTED.finditer(text):
+        if match.start() > end:
+            yield text[end : match.start()], False
+        yield match[0], True
+        end = match.end()
+    if end < len(text):
+        yield text[end:], False
+
+
+# ---------------------------------------------------------------- tools
+
+
+def _tool_order(tool: Mapping[str, Any]) -> tuple[str, str]:
+    function = tool.get("function")
+    name = function.get("name") if isinstance(function, Mapping) else None
+    return name if isinstance(name, str) else "", json.dumps(tool)
+
+
+def _canonical_tool(value: Any, key: str = "") -> Any:
+    if isinstance(value, Mapping):
+        return {name: _canonical_tool(value[name], name) for name in sorted(value)}
+    if isinstance(value, list | tuple):
+        items = [_canonical_tool(item) for item in value]
+        is_names = key == "required" and all(isinstance(item, str) for item in items)
+        return sorted(items) if is_names else items
+    return value
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {name: _plain(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return value
+
+
+def _with_canonical_calls(message: Message, where: str, changes: dict[Change, None]) -> Message:
+    calls = []
+    for number, call in enumerate(message.tool_calls):
+        arguments = _canonical_json(call.arguments)
+        if arguments != call.arguments:
+            changes[Change("arguments", f"{where}.tool_calls[{number}]")] = None
+        calls.append(ToolCall(call.id, call.name, arguments))
+    return replace(message, tool_calls=tuple(calls))
+
+
+class _NotTheSameError(ValueError):
+    """JSON that would not mean the same, or not be written the same, after it was read."""
+
+
+def _canonical_json(text: str) -> str:
+    try:
+        value = json.loads(
+            text, parse_float=_float, parse_constant=_refuse, object_pairs_hook=_object_without_doubles
+        )
+        return json.dumps(value, ensure_ascii=False, sort_keys=True, separators=(",", ":"))
+    except (ValueError, RecursionError):
+        return text
+
+
+def _float(literal: str) -> float:
+    number = float(literal)
+    if repr(number) != literal:
+        raise _NotTheSameError(literal)
+    return number
+
+
+def _refuse(literal: str) -> Any:
+    raise _NotTheSameError(literal)
+
+
+def _object_without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    if len(dict(pairs)) < len(pairs):
+        raise _NotTheSameError("a key stands twice")
+    return dict(pairs)
