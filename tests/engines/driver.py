@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,8 +14,11 @@ import torch
 
 from ostinato.engines.batching import Batcher, BatchingSettings, Sequence, SequenceStats
 from ostinato.engines.runners import LoadedModel, PagedRunner, StatefulRunner
+from ostinato.kv.codec import RawCodec
 from ostinato.kv.hashing import Namespace
 from ostinato.kv.manager import KVManager
+from ostinato.kv.tiers.shared import SharedTier
+from ostinato.kv.transfer import TierLink
 from ostinato.ports import SystemClock
 from ostinato.types import FinishReason, SamplingParams, TokenLogprob
 
@@ -70,7 +74,11 @@ class Harness:
         block_size: int = 4,
         max_batch_tokens: int = 64,
         max_waiting: int = 1000,
+        folder: Path | None = None,
+        slots: int = 1000,
+        buffers: int = 1000,
     ) -> None:
+        """``folder``: of a lower tier with ``slots`` blocks; ``buffers`` of them may be on their way."""
         self.manager = KVManager(num_blocks, block_size)
         self.loaded = loaded
         self.runner = (
@@ -78,6 +86,13 @@ class Harness:
             if loaded.reuse_reason is None
             else StatefulRunner(loaded)
         )
+        self.link: TierLink | None = None
+        if folder is not None:
+            assert isinstance(self.runner, PagedRunner)
+            codec = RawCodec(self.runner.arena.groups, block_size)
+            size = codec.payload_bytes
+            tier = SharedTier.open(folder, slot_bytes=size, capacity_bytes=size * slots)
+            self.link = TierLink(tier, codec, block_size, SystemClock(), max_buffered_bytes=size * buffers)
         self.batcher = Batcher(
             self.runner,
             self.manager,
@@ -85,6 +100,7 @@ class Harness:
             BatchingSettings(
                 max_batch_tokens=max_batch_tokens, max_sequences=8, max_waiting=max_waiting, growth_tokens=8
             ),
+            tier_link=self.link,
         )
 
     def submit(

@@ -9,6 +9,9 @@ from typing import Any
 import torch
 import transformers as hf
 
+from ostinato.engines.hf import observe_model
+from ostinato.engines.runners import LoadedModel
+
 VOCAB = 128
 _BASE: dict[str, Any] = {
     "vocab_size": VOCAB,
@@ -122,3 +125,9 @@ def build(name: str, *, own: bool) -> Any:
     config = copy.deepcopy({**PAGED, **STATEFUL}[name])  # a model changes its own configuration
     torch.manual_seed(sum(name.encode()))
     return hf.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+
+
+@functools.cache
+def loaded(name: str) -> LoadedModel:
+    """That model observed: once in a process, because observing changes it."""
+    return observe_model(build(name, own=False))

@@ -11,9 +11,8 @@ import pytest
 import torch
 
 from engines.driver import GREEDY, NAMESPACE, Collected, harness
-from engines.models import VOCAB, build
+from engines.models import VOCAB, loaded
 from ostinato.engines.base import RunnerInfo
-from ostinato.engines.hf import observe_model
 from ostinato.engines.runners import LoadedModel
 from ostinato.engines.sampling import Sampler
 from ostinato.errors import EngineError
@@ -22,7 +21,7 @@ from ostinato.types import SamplingParams, TokenArray
 
 @pytest.fixture(scope="module")
 def llama() -> LoadedModel:
-    return observe_model(build("llama", own=False))
+    return loaded("llama")
 
 
 def tokens(seed: int, length: int) -> list[int]:

@@ -11,18 +11,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from engines.driver import Flips, Harness, harness, reference
-from engines.models import PAGED, STATEFUL, VOCAB, build
-from ostinato.engines.hf import observe_model
-from ostinato.engines.runners import LoadedModel
+from engines.models import PAGED, STATEFUL, VOCAB, build, loaded
 from ostinato.errors import QueueFullError
-
-_loaded: dict[str, LoadedModel] = {}
-
-
-def loaded(name: str) -> LoadedModel:
-    if name not in _loaded:
-        _loaded[name] = observe_model(build(name, own=False))
-    return _loaded[name]
 
 
 def tokens(seed: int, length: int) -> list[int]:

@@ -13,6 +13,8 @@ for several rows the last ``window`` keys (never more) are gathered and masked.
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -31,6 +33,9 @@ MAX_VIEWS = 8
 # The end of the past that is attended together with the rows that continue it (as after a hit in the middle
 # of a block): one call for both costs less than two, as long as the mask stays small.
 _MAX_TAIL = 64
+
+# Keys that a part has at least when a run is cut in parts; below, cutting costs more than idle threads.
+_MIN_PART = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,10 +117,57 @@ def attend(
         # The kernel would read each key head once per query head; stacked, it reads it once, and more rows
         # at a time make better products.
         stacked = query.reshape(1, kv_heads, heads // kv_heads * rows, query.shape[3])
-        output, lse = _flash_cpu(stacked, key, value, 0.0, False, scale=rule.scaling)
+        output, lse = _attend_in_parts(stacked, key, value, rule)
         return output.reshape(1, heads, rows, -1), lse.reshape(1, heads, rows)
     output, lse = _flash_cpu(query, key, value, 0.0, causal, attn_mask=mask, scale=rule.scaling)
     return output, lse
+
+
+def _attend_in_parts(query: Tensor, key: Tensor, value: Tensor, rule: LayerRule) -> tuple[Tensor, Tensor]:
+    """The fused kernel, with long keys cut so that its pieces of work come out even for the threads.
+
+    The kernel shares out (key head, slice of rows); three heads on two threads leave one idle a third of the
+    time. The same keys as two halves are twice the pieces, and halves merge exactly.
+    """
+    num_keys = key.shape[2]
+    num_parts = _num_parts(key.shape[1], query.shape[2], num_keys, torch.get_num_threads())
+    if num_parts == 1:
+        output, lse = _flash_cpu(query, key, value, 0.0, False, scale=rule.scaling)
+        return output, lse
+    length = num_keys // num_parts
+    cut = num_parts * length
+    keys, values = (_cut(t[0, :, :cut], num_parts) for t in (key, value))
+    outputs, lses = _flash_cpu(
+        query.expand(num_parts, -1, -1, -1), keys, values, 0.0, False, scale=rule.scaling
+    )
+    parts = [(outputs[i : i + 1], lses[i : i + 1]) for i in range(num_parts)]
+    if cut < num_keys:
+        parts.append(_flash_cpu(query, key[:, :, cut:], value[:, :, cut:], 0.0, False, scale=rule.scaling))
+    return merge(parts)
+
+
+def _cut(stretch: Tensor, num_parts: int) -> Tensor:
+    """``[kv_heads, keys, dim]`` as ``[num_parts, kv_heads, keys / num_parts, dim]``, a view."""
+    kv_heads, num_keys, dim = stretch.shape
+    return stretch.view(kv_heads, num_parts, num_keys // num_parts, dim).transpose(0, 1)
+
+
+@functools.lru_cache(maxsize=1024)
+def _num_parts(kv_heads: int, rows: int, num_keys: int, num_threads: int) -> int:
+    """Into how many parts to cut the keys: the fewest that keep the threads busy 95 % of the time."""
+    rows_a_slice = 256 if rows >= 768 else 64 if rows >= 192 else 32  # as the kernel slices them
+    pieces = kv_heads * -(-rows // rows_a_slice)
+    best, best_busy = 1, 0.0
+    num_parts = 1
+    while num_parts == 1 or num_keys // num_parts >= _MIN_PART:
+        rounds = num_parts * pieces / num_threads
+        busy = rounds / math.ceil(rounds)
+        if busy > best_busy:
+            best, best_busy = num_parts, busy
+        if busy >= 0.95 or num_parts >= 8:
+            break
+        num_parts *= 2
+    return best
 
 
 def _attend_plain(

@@ -25,6 +25,7 @@ from ..errors import EngineError, QueueFullError, ShuttingDownError
 from ..events import Observer, Preempted, StepFinished
 from ..kv.hashing import Namespace
 from ..kv.manager import KVManager, Lease
+from ..kv.transfer import TierLink
 from ..ports import Clock
 from ..types import FinishReason, Plan, SamplingParams, SequencePlan, SlotCopy, TokenArray, TokenLogprob
 from .base import ModelRunner, Sampled
@@ -81,7 +82,7 @@ class Sequence:
 
     __slots__ = (
         "_tokens", "arrived_s", "cached_tokens", "cancelled", "first_token_s", "id", "lease", "max_new",
-        "namespace", "num_computed", "num_prompt", "num_tokens", "params", "sink", "started_s",
+        "namespace", "num_computed", "num_offered", "num_prompt", "num_tokens", "params", "sink", "started_s",
         "stop_token_ids", "written_tokens",
     )  # fmt: skip
 
@@ -108,6 +109,7 @@ class Sequence:
         self._tokens = np.empty(len(prompt) + min(max_new_tokens, 256), dtype=np.int32)
         self._tokens[: len(prompt)] = prompt
         self.num_computed = 0
+        self.num_offered = 0  # blocks sent to the lower tier
         self.lease: Lease | None = None
         self.cancelled = False
         self.cached_tokens = 0
@@ -161,8 +163,12 @@ class Batcher:
         settings: BatchingSettings | None = None,
         observer: Observer | None = None,
         worker: Worker | None = None,
+        tier_link: TierLink | None = None,
     ) -> None:
-        """``worker``: the thread to run in, best the one that loaded the model; closed with the batcher."""
+        """``worker``: the thread to run in, best the one that loaded the model; closed with the batcher.
+
+        ``tier_link``: where committed blocks go, and blocks come from that are not in the arena; likewise.
+        """
         self._runner = runner
         self._info = runner.info
         self._manager = manager
@@ -172,6 +178,7 @@ class Batcher:
         self._observe = observer or (lambda event: None)
         self._waiting: deque[Sequence] = deque()
         self._running: list[Sequence] = []
+        self._tier_link = tier_link
         self._copies: list[SlotCopy] = []
         self._refused: tuple[int, int, int] | None = None  # who found no room, blocks and leases then
         self._next_id = 0
@@ -248,6 +255,8 @@ class Batcher:
                     queue.clear()
             for sequence in left:
                 self._finish(sequence, "abort")
+            if self._tier_link is not None:
+                self._tier_link.close()
 
     def _step(self) -> None:
         self._end_cancelled()
@@ -260,6 +269,8 @@ class Batcher:
             return
         started_s = self._clock.monotonic()
         sampled = self._runner.execute(plan)
+        if self._tier_link is not None:
+            self._tier_link.note_step(plan, self._clock.monotonic() - started_s)
         self._postprocess(plan, planned, sampled)
         self._observe(self._step_event(plan, self._clock.monotonic() - started_s))
 
@@ -368,14 +379,23 @@ class Batcher:
                 self._refused = refused
                 return None  # in order of arrival: nobody overtakes for being small
             self._refused = None
-            sequence.num_computed = lease.prefix_len
-            self._copies += lease.take_copies()
+            copies = lease.take_copies()
+            sequence.num_computed = self._promote(sequence, lease)
+            if sequence.num_computed == lease.prefix_len:
+                self._copies += copies
             if sequence.started_s is None:
                 sequence.started_s = self._clock.monotonic()
-                sequence.cached_tokens = lease.prefix_len
+                sequence.cached_tokens = sequence.num_computed
                 self._runner.open(sequence.id, sequence.tokens[: sequence.num_prompt], sequence.params)
             return sequence
         return None
+
+    def _promote(self, sequence: Sequence, lease: Lease) -> int:
+        """How many leading tokens need no computing: the hit, and what the lower tier adds to it."""
+        sequence.num_offered = 0
+        if self._tier_link is None or not self._info.reuse:
+            return lease.prefix_len
+        return self._tier_link.promote(lease, sequence.tokens)
 
     def _shares_with_running(self, sequence: Sequence) -> bool:
         """A prefix it needs is being computed right now: wait for it rather than compute it twice."""
@@ -433,7 +453,10 @@ class Batcher:
 
     def _commit(self, sequence: Sequence) -> None:
         if self._info.reuse and sequence.lease is not None:
-            sequence.written_tokens += sequence.lease.commit(sequence.tokens[: sequence.num_computed])
+            computed = sequence.tokens[: sequence.num_computed]
+            sequence.written_tokens += sequence.lease.commit(computed)
+            if self._tier_link is not None:
+                sequence.num_offered = self._tier_link.offer(sequence.lease, computed, sequence.num_offered)
 
     def _release(self, sequence: Sequence) -> None:
         if sequence.lease is not None:

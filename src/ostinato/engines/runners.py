@@ -188,7 +188,7 @@ class PagedRunner:
     def __init__(self, loaded: LoadedModel, num_slots: int) -> None:
         assert loaded.reuse_reason is None, "this model needs a StatefulRunner"
         self._loaded = loaded
-        self._arena = Arena(loaded.layers, num_slots, dtype=loaded.dtype, device=loaded.device)
+        self.arena = Arena(loaded.layers, num_slots, dtype=loaded.dtype, device=loaded.device)
         self._samplers = _Samplers(loaded.vocab_size)
         self.info = loaded.info
 
@@ -198,10 +198,10 @@ class PagedRunner:
     @torch.inference_mode()
     def execute(self, plan: Plan) -> dict[int, Sampled]:
         for copy in plan.copies:
-            self._arena.copy(copy)
+            self.arena.copy(copy)
         if not plan.sequences:
             return {}
-        logits = forward(self._loaded, self._arena, plan.sequences)
+        logits = forward(self._loaded, self.arena, plan.sequences)
         return self._samplers.sample([s.sequence_id for s in plan.sequences if s.sample], logits)
 
     def release_state(self, sequence_id: int) -> None:
