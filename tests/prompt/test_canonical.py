@@ -22,10 +22,10 @@ from ostinato.types import Conversation, Message, ToolCall
 
 PIECES = st.sampled_from(
     [
-        *["a", "b c", "_", "__", "_x_", "*", "**", "`", "```", "~~~", " ", "\n", '"', "'", "“", "”", "«", "»"],
-        *["＂", "ﬁ", "don't", "  ", "\t", "\r", "\n\n\n", "e\u0301", "\u00a0", "\u2003", "\\", "\u037e"],
-        *["\u1fef", "\x0b", "\x85", "\u2028", "\n```py\n", "\n```\n", "    code", "SKU:42", "`x  y`"],
-        *["__x y__", "\r\n"],
+        *["a", "b c", "_", "__", "_x_", "*", "**", "`", "```", "~~~", " ", "\n", '"', "'", "“", "”"],
+        *["«", "»", "＂", "ﬁ", "don't", "  ", "\t", "\r", "\n\n\n", "e\u0301", "\u00a0", "\u2003", "\\"],
+        *["\u037e", "\u1fef", "\x0b", "\x85", "\u2028", "\n```py\n", "\n```\n", "    code", "SKU:42"],
+        *["`x  y`", "__x y__", "\r\n"],
     ]
 )  # fmt: skip
 TEXTS = st.one_of(st.lists(PIECES, max_size=24).map("".join), st.text(max_size=30))

@@ -1,0 +1,223 @@
+"""What makes prompts differ that need not: variables before stable text, and what changes by itself.
+
+Two looks. A named prompt shows where its variables stand. A log of real requests shows what changed from one
+request to another of the same kind though the text around it stayed: times, ids, numbers in another form, lists in another order. Only differences after which the text goes on alike count: a new question is none.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Final
+
+from .registry import NamedPrompt
+
+CountTokens = Callable[[str], int]
+
+_BLOCK = re.compile(r"(?:(?!\n[ \t]*\n).)+(?:\n[ \t]*\n\s*|$)|\s+", re.DOTALL)
+
+_MONTH: Final = r"(?:Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec)[a-z]*\.?"
+_CLOCK: Final = (
+    r"\d{1,2}:\d{2}(?::\d{2}(?:[.,]\d+)?)?(?: ?[AaPp]\.?[Mm]\.?)?(?: ?(?:Z|UTC|GMT|[+-]\d{2}:?\d{2}))?"
+)
+_DATE: Final = (
+    rf"(?:\d{{4}}[-/.]\d{{1,2}}[-/.]\d{{1,2}}|\d{{1,2}}[-/.]\d{{1,2}}[-/.]\d{{2,4}}"
+    rf"|{_MONTH} \d{{1,2}}(?:st|nd|rd|th)?,? \d{{4}}|\d{{1,2}}\.? {_MONTH},? \d{{4}})"
+)
+_EPOCH: Final = r"\b1[5-9]\d{8}(?:\d{3}){0,2}\b"
+# In the order in which they are tried; a number is only a finding when it is the same number.
+_KINDS: Final = (
+    ("uuid", re.compile(r"\b[0-9a-f]{8}-(?:[0-9a-f]{4}-){3}[0-9a-f]{12}\b", re.IGNORECASE)),
+    ("timestamp", re.compile(rf"{_DATE}(?:(?:[T,]? ?|T| at ){_CLOCK})?|\b{_CLOCK}|{_EPOCH}")),
+    ("id", re.compile(r"\b(?:[0-9a-f]{16,64}|[A-Za-z]{2,16}[-_](?=[A-Za-z_-]*\d)[A-Za-z0-9_-]{6,64})\b")),
+    ("number format", re.compile(r"\d(?:[\d.,'’\u00a0\u202f ]*\d)?")),
+)  # fmt: skip
+_WORD = re.compile(r"\w+")
+_LIST = re.compile(r"[,;|]")
+_MAX_LINES = 200
+_REACH = 80
+_ALIKE_CHARS = 24
+
+
+@dataclass(frozen=True, slots=True)
+class OrderAdvice:
+    """Where a named prompt loses tokens.
+
+    ``variables`` stand before stable text. Of ``stable_tokens`` only the first ``shared_tokens`` are the same
+    in every call; in the order of ``proposal`` it would be ``lost_tokens`` more.
+    """
+
+    prompt: str
+    variables: tuple[str, ...]
+    stable_tokens: int
+    shared_tokens: int
+    lost_tokens: int
+    proposal: str
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """Something that changes in text that stays.
+
+    ``kind`` is ``timestamp``, ``uuid``, ``id``, ``number format`` or ``order``; ``before`` the text it stands
+    behind; ``lost_tokens`` the tokens behind it that stayed the same and yet could not be found in a cache,
+    per request on average.
+    """
+
+    kind: str
+    before: str
+    examples: tuple[str, ...]
+    num_requests: int
+    lost_tokens: int
+
+
+def lint_prompt(prompt: NamedPrompt, count: CountTokens) -> OrderAdvice:
+    """Look where the variables of a prompt stand, and propose the order with the variables last.
+
+    Paragraphs are moved whole, in their order: first those without variables.
+    """
+    blocks = [NamedPrompt(prompt.name, match[0]) for match in _BLOCK.finditer(prompt.text)]
+    stable = [block.text for block in blocks if not block.variables]
+    moving = [block.text for block in blocks if block.variables]
+    if stable and moving and not stable[-1].endswith("\n\n"):
+        stable[-1] = stable[-1].rstrip("\n") + "\n\n"
+        moving[-1] = moving[-1].rstrip("\n")
+    parts = list(prompt.parts())
+    last_stable = max(
+        (number for number, part in enumerate(parts) if not part.is_variable and part.text.strip()),
+        default=-1,
+    )
+    early = dict.fromkeys(part.text for part in parts[: last_stable + 1] if part.is_variable)
+    shared = count(_head(prompt))
+    proposal = NamedPrompt(prompt.name, "".join(stable + moving))
+    lost = max(0, count(_head(proposal)) - shared)
+    return OrderAdvice(
+        prompt.name,
+        tuple(early),
+        sum(count(part.text) for part in parts if not part.is_variable),
+        shared,
+        lost,
+        proposal.text if lost else prompt.text,
+    )
+
+
+def _head(prompt: NamedPrompt) -> str:
+    first = next(prompt.parts(), None)
+    return "" if first is None or first.is_variable else first.text
+
+
+# ---------------------------------------------------------------- real requests
+
+
+def lint_requests(requests: Iterable[str], count: CountTokens) -> tuple[Finding, ...]:
+    """Compare every request with the one before it that begins alike; the costliest findings first."""
+    latest: dict[tuple[str, ...], str] = {}
+    examples: dict[tuple[str, str], dict[str, None]] = {}
+    lost: dict[tuple[str, str], list[int]] = {}
+    for request in requests:
+        key = _kin(request)
+        before = latest.get(key)
+        latest[key] = request
+        if before is None or before == request:
+            continue
+        for kind, context, pair, text in _differences(before, request):
+            place = (kind, context)
+            examples.setdefault(place, {}).update(dict.fromkeys(pair))
+            lost.setdefault(place, []).append(count(text))
+    findings = [
+        Finding(
+            kind, context, tuple(examples[kind, context])[:4], len(tokens), round(sum(tokens) / len(tokens))
+        )
+        for (kind, context), tokens in lost.items()
+    ]
+    return tuple(sorted(findings, key=lambda f: (-f.lost_tokens * f.num_requests, f.kind, f.before)))
+
+
+def _kin(request: str) -> tuple[str, ...]:
+    """What requests of one kind have in common: the words of the first line, without what may change."""
+    line = request.lstrip().partition("\n")[0][:400]
+    for _, pattern in _KINDS:
+        line = pattern.sub("0", line)
+    return tuple(sorted(_WORD.findall(line)))
+
+
+def _differences(first: str, second: str) -> Iterator[tuple[str, str, tuple[str, str], str]]:
+    """Kind, text before, both versions, and the text after it that stayed, up to the next difference."""
+    a = b = 0
+    found: tuple[str, str, tuple[str, str]] | None = None
+    while True:
+        common = _common_length(first, second, a, b)
+        if found is not None:
+            if common < min(_ALIKE_CHARS, len(second) - b) or not _WORD.search(second, b, b + common):
+                return
+            yield (*found, second[b : b + common])
+        a, b = a + common, b + common
+        if a >= len(first) or b >= len(second):
+            return
+        step = _volatile(first, second, a, b) or _reordered(first, second, a, b)
+        if step is None:
+            return
+        kind, (start, a), (start_b, end_b) = step
+        line = second[:start_b].rpartition("\n")[2] or second[max(0, start_b - 30) : start_b]
+        found = (kind, _masked(line[-30:]), (first[start:a], second[start_b:end_b]))
+        b = end_b
+
+
+_Span = tuple[int, int]
+
+
+def _volatile(first: str, second: str, a: int, b: int) -> tuple[str, _Span, _Span] | None:
+    """The times, ids or numbers in which both texts part here."""
+    for kind, pattern in _KINDS:
+        one, other = _around(pattern, first, a), _around(pattern, second, b)
+        if one is None or other is None or a - one[0] != b - other[0]:
+            continue
+        if kind == "number format":
+            texts = first[slice(*one)], second[slice(*other)]
+            if re.sub(r"\D", "", texts[0]) != re.sub(r"\D", "", texts[1]):
+                continue
+        return kind, one, other
+    return None
+
+
+def _around(pattern: re.Pattern[str], text: str, place: int) -> _Span | None:
+    """Where ``pattern`` matches around ``place``; what the texts part in may be its very end."""
+    window = max(0, place - _REACH)
+    for match in pattern.finditer(text, window, place + _REACH):
+        if match.start() <= place <= match.end() and match.end() > match.start():
+            return match.span()
+    return None
+
+
+def _reordered(first: str, second: str, a: int, b: int) -> tuple[str, _Span, _Span] | None:
+    """The lines, or the items of one line, that are the same here in another order."""
+    start_a, start_b = first.rfind("\n", 0, a) + 1, second.rfind("\n", 0, b) + 1
+    lines_a = first[start_a:].splitlines(keepends=True)[:_MAX_LINES]
+    lines_b = second[start_b:].splitlines(keepends=True)[:_MAX_LINES]
+    one, other = "".join(lines_a[:1]), "".join(lines_b[:1])
+    if _LIST.search(one) and one != other and sorted(_WORD.findall(one)) == sorted(_WORD.findall(other)):
+        return "order", (start_a, start_a + len(one)), (start_b, start_b + len(other))
+    for number in range(2, min(len(lines_a), len(lines_b)) + 1):
+        if sorted(map(str.strip, lines_a[:number])) == sorted(map(str.strip, lines_b[:number])):
+            end_a = start_a + sum(map(len, lines_a[:number]))
+            end_b = start_b + sum(map(len, lines_b[:number]))
+            return "order", (start_a, end_a), (start_b, end_b)
+    return None
+
+
+def _masked(context: str) -> str:
+    for _, pattern in _KINDS:
+        context = pattern.sub("…", context)
+    return context
+
+
+def _common_length(first: str, second: str, a: int, b: int) -> int:
+    low, high = 0, min(len(first) - a, len(second) - b)
+    while low < high:
+        middle = (low + high + 1) // 2
+        if first[a + low : a + middle] == second[b + low : b + middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low

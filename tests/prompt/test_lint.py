@@ -1,0 +1,152 @@
+"""Named prompts, and what the linter finds in them and in real requests."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from ostinato.errors import ParameterError
+from ostinato.prompt.lint import lint_prompt, lint_requests
+from ostinato.prompt.registry import NamedPrompt, PromptRegistry, PromptStatistics
+from ostinato.types import Usage
+
+STABLE = "You look after the museum's instruments. " * 8
+
+
+def words(text: str) -> int:
+    return len(text.split())
+
+
+# ---------------------------------------------------------------- registry
+
+
+def test_values_are_text_and_not_read_again() -> None:
+    registry = PromptRegistry()
+    registry.register("ask", "About {{topic}}: {{ question }} {not} {{topic}}")
+    assert registry.fill("ask", topic="{{question}}", question="Why?") == (
+        "About {{question}}: Why? {not} {{question}}"
+    )
+
+
+@pytest.mark.parametrize("values", [{}, {"topic": "a", "more": "b"}, {"topic": 3}])
+def test_values_must_fit(values: dict[str, str]) -> None:
+    registry = PromptRegistry()
+    registry.register("ask", "About {{topic}}")
+    with pytest.raises(ParameterError):
+        registry.fill("ask", **values)
+
+
+def test_a_name_means_one_text() -> None:
+    registry = PromptRegistry()
+    assert registry.register("ask", "a") == registry.register("ask", "a")
+    for name, text in (("ask", "b"), ("", "a")):
+        with pytest.raises(ParameterError):
+            registry.register(name, text)
+    for call in (lambda: registry.fill("other"), lambda: registry.record("other", Usage())):
+        with pytest.raises(ParameterError, match="no prompt 'other'"):
+            call()
+
+
+def test_statistics_add_up_over_threads() -> None:
+    registry = PromptRegistry()
+    registry.register("ask", "a")
+    registry.register("never", "b")
+
+    def record() -> None:
+        for _ in range(200):
+            registry.record("ask", Usage(prompt_tokens=10, cached_tokens=8))
+
+    threads = [threading.Thread(target=record) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert registry.statistics() == {
+        "ask": PromptStatistics(800, 8_000, 6_400),
+        "never": PromptStatistics(),
+    }
+    assert registry.statistics()["ask"].hit_rate == 0.8
+    assert registry.statistics()["never"].hit_rate == 0.0
+
+
+# ---------------------------------------------------------------- order
+
+
+def test_a_variable_before_stable_text_costs_what_stands_behind_it() -> None:
+    prompt = NamedPrompt("p", f"Today is {{{{date}}}}.\n\n{STABLE}\n\nAnswer {{{{question}}}}")
+    advice = lint_prompt(prompt, words)
+    assert advice.variables == ("date",)
+    assert advice.proposal == f"{STABLE}\n\nToday is {{{{date}}}}.\n\nAnswer {{{{question}}}}"
+    assert advice.shared_tokens == 2
+    assert advice.lost_tokens == words(STABLE + " Today is") - 2
+    again = lint_prompt(NamedPrompt("p", advice.proposal), words)
+    assert again.lost_tokens == 0
+    assert again.proposal == advice.proposal
+
+
+@pytest.mark.parametrize("text", [STABLE, "", f"{STABLE}{{{{question}}}}", "{{question}}"])
+def test_nothing_to_mend(text: str) -> None:
+    advice = lint_prompt(NamedPrompt("p", text), words)
+    assert advice.lost_tokens == 0
+    assert advice.proposal == text
+    assert advice.variables == ()
+
+
+# ---------------------------------------------------------------- requests
+
+RULES = "Answer briefly.\n" + "Name the instrument, its maker and its year. " * 6
+
+
+def log(*volatile: str) -> list[str]:
+    return [f"You are a guide. {value}\n{RULES}\nQuestion {n}?" for n, value in enumerate(volatile)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "volatile"),
+    [
+        ("timestamp", ("It is 2026-11-30T10:00:01Z.", "It is 2026-11-30T10:07:41Z.")),
+        ("timestamp", ("It is November 30, 2026.", "It is December 1, 2026.")),
+        ("timestamp", ("Now: 1764500000", "Now: 1764500421")),
+        ("timestamp", ("It is 10:00 AM.", "It is 4:30 PM.")),
+        ("uuid", ("a1b2c3d4-0000-4000-8000-1234567890ab", "ffb2c3d4-0000-4000-8000-1234567890ab")),
+        ("id", ("Request req_8f3ac91b77", "Request req_01bd88aa31")),
+        ("id", ("Trace 4bf92f3577b34da6a3ce929d0e0e4736", "Trace 00f067aa0ba902b7a3ce929d0e0e4736")),
+        ("number format", ("Budget: 1,234.50", "Budget: 1.234,50")),
+        ("order", ("Tools: saw, hammer, file", "Tools: hammer, file, saw")),
+        ("order", ("Tools:\n- saw\n- hammer\n- file", "Tools:\n- file\n- saw\n- hammer")),
+    ],
+)
+def test_what_changes_by_itself_is_found(kind: str, volatile: tuple[str, str]) -> None:
+    findings = lint_requests(log(*volatile), words)
+    assert [finding.kind for finding in findings] == [kind]
+    assert findings[0].num_requests == 1
+    assert findings[0].lost_tokens >= words(RULES)
+
+
+def test_findings_of_many_requests_are_one() -> None:
+    requests = log(*(f"It is 2026-11-30 10:{minute}:00." for minute in range(10, 30)))
+    (finding,) = lint_requests(requests, words)
+    assert finding.num_requests == 19
+    assert len(finding.examples) == 4
+
+
+@pytest.mark.parametrize(
+    "requests",
+    [
+        log("The same.", "The same.", "The same."),
+        log("Who built the first organ?", "Why are there no trumpets?"),
+        ["Hello, it is 10:00.", "Hello, it is 11:00."],  # nothing stays behind it
+        [],
+    ],
+)
+def test_new_questions_are_no_findings(requests: list[str]) -> None:
+    assert [f for f in lint_requests(requests, words) if f.lost_tokens > 0] == []
+
+
+def test_two_changes_in_one_request_are_both_found() -> None:
+    requests = [
+        f"Guide.\nIt is {hour}:00:00.\n{RULES}\nid: {hour}b2c3d4-0000-4000-8000-1234567890ab\n{RULES}"
+        for hour in (10, 11, 12)
+    ]
+    assert {finding.kind for finding in lint_requests(requests, words)} == {"timestamp", "uuid"}
