@@ -10,6 +10,9 @@ Against what: ``cold`` is transformers' forward call over the whole prompt; ``wa
 the new tokens with a ready cache (nothing looked up, nothing scheduled: the least that reuse can cost);
 ``decode`` its decode step with that cache. Ours goes the whole way, from arrival to first token.
 
+Each runs in a process of its own while the other sleeps: two models in one process have two teams of OpenMP
+threads, and with more threads than processors these wait badly, which costs either some 15 %.
+
 The last line is JSON: ratios are ours / transformers, median over pairs.
 """
 
@@ -17,11 +20,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import os
 import statistics
 import subprocess
 import sys
 import time
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +35,7 @@ import numpy as np
 from common import finish, pairs, ratio, spread
 
 MODEL = "smollm2-135m"
+THROW_AWAY = -1
 
 
 def words(rng: np.random.Generator, length: int) -> list[int]:
@@ -49,29 +55,69 @@ def stored_model() -> Path:
 
 
 class Peer:
-    """transformers, as its users run it: SDPA attention and a DynamicCache."""
+    """transformers as its users run it, SDPA attention and a DynamicCache, behind a pipe."""
 
     def __init__(self, path: Path) -> None:
-        import torch
-        from transformers import AutoModelForCausalLM, DynamicCache
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=serve_peer, args=(theirs, str(path)), daemon=True)
+        self._process.start()
 
-        self._torch = torch
-        self._new_cache = DynamicCache
-        self.model = AutoModelForCausalLM.from_pretrained(
-            path, dtype=torch.float32, attn_implementation="sdpa"
-        ).eval()
+    def _ask(self, *request: Any) -> Any:
+        self._pipe.send(request)
+        return self._pipe.recv()
 
-    def forward(self, tokens: list[int], cache: Any) -> tuple[float, Any]:
-        """Seconds of one forward call that extends ``cache``, and its output."""
-        ids = self._torch.tensor([tokens])
-        with self._torch.inference_mode():
+    def forward(self, tokens: list[int], cache: int) -> float:
+        """Seconds of one forward call that extends the cache of that number (made when first named)."""
+        seconds: float = self._ask("forward", tokens, cache)
+        return seconds
+
+    def crop(self, cache: int, num_tokens: int) -> None:
+        self._ask("crop", num_tokens, cache)
+
+    def decode(self, tokens: list[int], steps: int, cache: int) -> float:
+        """Mean seconds of ``steps`` greedy steps after ``tokens``; the cache is put back as it was."""
+        seconds: float = self._ask("decode", tokens, cache, steps)
+        return seconds
+
+    def close(self) -> None:
+        self._pipe.send(None)
+        self._process.join()
+
+
+def serve_peer(pipe: Connection, path: str) -> None:
+    """The peer's process: requests come in, seconds go out."""
+    import torch
+    from transformers import AutoModelForCausalLM, DynamicCache
+
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="sdpa").eval()
+    caches: dict[int, Any] = {}
+
+    def forward(tokens: list[int], cache: Any) -> tuple[float, int]:
+        ids = torch.tensor([tokens])
+        with torch.inference_mode():
             started = time.perf_counter()
-            output = self.model(input_ids=ids, cache=cache, use_cache=True, logits_to_keep=1)
-            output.logits[0, -1].argmax().item()
-            return time.perf_counter() - started, output
+            output = model(input_ids=ids, cache=cache, use_cache=True, logits_to_keep=1)
+            token = int(output.logits[0, -1].argmax())
+            return time.perf_counter() - started, token
 
-    def new_cache(self) -> Any:
-        return self._new_cache(config=self.model.config)
+    while (request := pipe.recv()) is not None:
+        action, tokens, number, *more = request
+        if number < 0:
+            caches.pop(number, None)  # a throw-away cache
+        cache = caches.setdefault(number, DynamicCache(config=model.config))
+        if action == "forward":
+            pipe.send(forward(tokens, cache)[0])
+        elif action == "crop":
+            pipe.send(cache.crop(-tokens))
+        else:
+            _, token = forward(tokens, cache)
+            times = []
+            for _ in range(more[0]):
+                elapsed, token = forward([token], cache)
+                times.append(elapsed)
+            cache.crop(-(len(tokens) + more[0]))
+            pipe.send(statistics.fmean(times))
 
 
 def measure(shared_len: int, new_len: int, rounds: int) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -91,13 +137,13 @@ def measure(shared_len: int, new_len: int, rounds: int) -> tuple[dict[str, Any],
         return reply.usage.ttft_s
 
     def their_cold() -> float:
-        return peer.forward(shared + words(rng, new_len), peer.new_cache())[0]
+        return peer.forward(shared + words(rng, new_len), THROW_AWAY)
 
     print("cold", flush=True)
     cold = pairs(our_cold, their_cold, rounds, "cold")
 
     engine.complete(shared, max_tokens=1, **greedy)
-    ready = peer.new_cache()
+    ready = 1
     peer.forward(shared, ready)
 
     def our_warm() -> float:
@@ -106,8 +152,8 @@ def measure(shared_len: int, new_len: int, rounds: int) -> tuple[dict[str, Any],
         return reply.usage.ttft_s
 
     def their_warm() -> float:
-        elapsed, _ = peer.forward(words(rng, new_len), ready)
-        ready.crop(-new_len)
+        elapsed = peer.forward(words(rng, new_len), ready)
+        peer.crop(ready, new_len)
         return elapsed
 
     print("warm", flush=True)
@@ -120,19 +166,13 @@ def measure(shared_len: int, new_len: int, rounds: int) -> tuple[dict[str, Any],
         return (reply.usage.total_s - reply.usage.ttft_s) / steps
 
     def their_decode() -> float:
-        _, output = peer.forward(words(rng, 8), ready)
-        total = 0.0
-        for _ in range(steps):
-            token = int(output.logits[0, -1].argmax())
-            elapsed, output = peer.forward([token], ready)
-            total += elapsed
-        ready.crop(-(8 + steps))
-        return total / steps
+        return peer.decode(words(rng, 8), steps, ready)
 
     print("decode", flush=True)
     decode = pairs(our_decode, their_decode, 2 * rounds, "decode")
     turns = conversation(engine, peer, greedy)
     engine.close()
+    peer.close()
 
     headline = {
         "cold_ratio": ratio(*cold)["median"],
@@ -155,14 +195,14 @@ def conversation(engine: Any, peer: Peer, greedy: dict[str, Any], num_turns: int
     """Eight turns of 60 new tokens and 40 answered: ours, and transformers with and without a kept cache."""
     rng = np.random.default_rng(1)
     history = words(rng, 200)
-    kept = peer.new_cache()
+    kept = 2
     seen = 0
     rows = []
     for turn in range(num_turns):
         history = history + words(rng, 60)
         reply = engine.complete(history, max_tokens=40, **greedy)
-        kept_s, _ = peer.forward(history[seen:], kept)
-        without_s, _ = peer.forward(history, peer.new_cache())
+        kept_s = peer.forward(history[seen:], kept)
+        without_s = peer.forward(history, THROW_AWAY)
         seen = len(history)
         rows.append(
             {
