@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import click
 
-from . import __version__
+from . import __version__, cli_prompt
 from .config import Settings, parse_size, tame_waiting_threads
 from .errors import ClientError, OstinatoError
 
@@ -261,3 +261,7 @@ def model_remove(name: str, **options: Any) -> None:
     assert settings.store is not None
     freed = ModelStore(settings.store).remove(name)
     click.echo(f"removed {name}; {freed / 1e6:.0f} MB are free again")
+
+
+main.add_command(cli_prompt.template)
+main.add_command(cli_prompt.prompt)

@@ -114,6 +114,7 @@ def log(*volatile: str) -> list[str]:
         ("id", ("Trace 4bf92f3577b34da6a3ce929d0e0e4736", "Trace 00f067aa0ba902b7a3ce929d0e0e4736")),
         ("number format", ("Budget: 1,234.50", "Budget: 1.234,50")),
         ("order", ("Tools: saw, hammer, file", "Tools: hammer, file, saw")),
+        ("content", ("\nWho built the first organ?", "\nWhy are there no trumpets?")),
         ("order", ("Tools:\n- saw\n- hammer\n- file", "Tools:\n- file\n- saw\n- hammer")),
     ],
 )
@@ -121,7 +122,7 @@ def test_what_changes_by_itself_is_found(kind: str, volatile: tuple[str, str]) -
     findings = lint_requests(log(*volatile), words)
     assert [finding.kind for finding in findings] == [kind]
     assert findings[0].num_requests == 1
-    assert findings[0].lost_tokens >= words(RULES)
+    assert findings[0].lost_tokens >= words(RULES) - 2  # a short first line may be taken for changed
 
 
 def test_findings_of_many_requests_are_one() -> None:
@@ -135,7 +136,7 @@ def test_findings_of_many_requests_are_one() -> None:
     "requests",
     [
         log("The same.", "The same.", "The same."),
-        log("Who built the first organ?", "Why are there no trumpets?"),
+        [f"{RULES}{question}" for question in ("Who built the first organ?", "Why are there no trumpets?")],
         ["Hello, it is 10:00.", "Hello, it is 11:00."],  # nothing stays behind it
         [],
     ],

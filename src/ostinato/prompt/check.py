@@ -15,7 +15,7 @@ _LIKE_MARKER = re.compile(
     r"<\|[^|<>\s]{1,40}\|>|<｜[^｜<>\s]{1,40}｜>|\[/?[A-Z_]{3,40}\]|</?[a-z]+(?:_[a-z]+)+>|</?s>"
 )
 
-_SAMPLES = (
+SAMPLES = (
     (Message("user", "How many sides has a hexagon?"),),
     (
         Message("user", "How many sides has a hexagon?"),
@@ -55,7 +55,7 @@ def check_template(template: Template, tokenizer: HFTokenizer) -> TemplateReport
     problems: dict[str, None] = {}
     notes: dict[str, None] = {}
     rendered_any = False
-    for messages in _SAMPLES:
+    for messages in SAMPLES:
         try:
             rendered = template.render(Conversation(messages))
         except (ConversationError, TemplateError) as error:
@@ -107,5 +107,5 @@ def _without_spaces(content: str) -> str:
 
 def _loses_text(tokenizer: HFTokenizer) -> bool:
     """Whether the vocabulary folds letters or does not know them all: then text cannot come back."""
-    sample = "".join(message.content for messages in _SAMPLES for message in messages)
+    sample = "".join(message.content for messages in SAMPLES for message in messages)
     return _without_spaces(tokenizer.decode(tokenizer.encode(sample).tolist())) != _without_spaces(sample)

@@ -1,7 +1,9 @@
 """What makes prompts differ that need not: variables before stable text, and what changes by itself.
 
 Two looks. A named prompt shows where its variables stand. A log of real requests shows what changed from one
-request to another of the same kind though the text around it stayed: times, ids, numbers in another form, lists in another order. Only differences after which the text goes on alike count: a new question is none.
+request to another of the same kind though the text around it stayed: times, ids, numbers in another form,
+lists in another order, and other content that stands before long text which is always the same. Only
+differences after which the text goes on alike count: a new question at the end is none.
 """
 
 from __future__ import annotations
@@ -38,6 +40,9 @@ _LIST = re.compile(r"[,;|]")
 _MAX_LINES = 200
 _REACH = 80
 _ALIKE_CHARS = 24
+# Content that changes is worth a word only before so much text that does not.
+_LONG_ALIKE_CHARS = 200
+_MIN_LINE_CHARS = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,9 +65,9 @@ class OrderAdvice:
 class Finding:
     """Something that changes in text that stays.
 
-    ``kind`` is ``timestamp``, ``uuid``, ``id``, ``number format`` or ``order``; ``before`` the text it stands
-    behind; ``lost_tokens`` the tokens behind it that stayed the same and yet could not be found in a cache,
-    per request on average.
+    ``kind`` is ``timestamp``, ``uuid``, ``id``, ``number format``, ``order``, ``content``; ``before`` is
+    the text it stands behind; ``lost_tokens`` counts the tokens behind it that stayed the same and yet could not
+    be found in a cache, per request on average.
     """
 
     kind: str
@@ -155,7 +160,11 @@ def _differences(first: str, second: str) -> Iterator[tuple[str, str, tuple[str,
         a, b = a + common, b + common
         if a >= len(first) or b >= len(second):
             return
-        step = _volatile(first, second, a, b) or _reordered(first, second, a, b)
+        step = (
+            _volatile(first, second, a, b)
+            or _reordered(first, second, a, b)
+            or _other_content(first, second, a, b)
+        )
         if step is None:
             return
         kind, (start, a), (start_b, end_b) = step
@@ -203,6 +212,23 @@ def _reordered(first: str, second: str, a: int, b: int) -> tuple[str, _Span, _Sp
             end_a = start_a + sum(map(len, lines_a[:number]))
             end_b = start_b + sum(map(len, lines_b[:number]))
             return "order", (start_a, end_a), (start_b, end_b)
+    return None
+
+
+def _other_content(first: str, second: str, a: int, b: int) -> tuple[str, _Span, _Span] | None:
+    """Any text here, if long text follows it that is the same in both."""
+    places: dict[str, int] = {}
+    place = a
+    for line in first[a:].splitlines(keepends=True):
+        if len(line) >= _MIN_LINE_CHARS and place > a:
+            places.setdefault(line, place)
+        place += len(line)
+    place = b
+    for line in second[b:].splitlines(keepends=True):
+        at = places.get(line) if place > b else None
+        if at is not None and _common_length(first, second, at, place) >= _LONG_ALIKE_CHARS:
+            return "content", (a, at), (b, place)
+        place += len(line)
     return None
 
 

@@ -1,0 +1,243 @@
+"""The command line for what comes before the model: ``ostinato template …``, ``ostinato prompt …``."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+import orjson
+
+from .config import Settings
+from .errors import ParameterError
+
+if TYPE_CHECKING:
+    from .prompt.template import Template
+    from .prompt.tokens import HFTokenizer
+
+
+def _tokenizer(model: str | None, store: Path | None, offline: bool | None) -> tuple[HFTokenizer, str]:
+    """The tokenizer of a model that is here or is fetched, and the nonce it was made with."""
+    from .models.fetch import fetch
+    from .models.store import ModelStore
+    from .prompt.tokens import HFTokenizer
+
+    settings = Settings.from_environment(os.environ, model=model, store=store, offline=offline)
+    assert settings.store is not None
+    local = fetch(
+        settings.model,
+        ModelStore(settings.store),
+        progress=None,
+        offline=settings.offline,
+        token=settings.hf_token,
+    )
+    nonce = str(secrets.randbelow(9 * 10**19) + 10**19)
+    return HFTokenizer.from_folder(local.path, nonce=nonce), nonce
+
+
+def _template(tokenizer: HFTokenizer, nonce: str, choice: str) -> Template:
+    from .ports import SystemClock
+    from .prompt.template import template_for
+
+    template = template_for(tokenizer, choice, clock=SystemClock(), nonce=nonce)
+    if template is None:
+        raise ParameterError("this model has no chat template of its own: name one", param="template")
+    return template
+
+
+_MODEL = click.option("--model", help="Whose tokenizer (and template) to take.")
+_STORE = click.option("--store", type=click.Path(path_type=Path, file_okay=False), help="Model store.")
+_OFFLINE = click.option("--offline", is_flag=True, default=None, help="Never ask the network for a model.")
+_JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+
+
+@click.group()
+def template() -> None:
+    """Chat templates: what there is, what they write, whether they fit a model."""
+
+
+@template.command("list")
+@_JSON
+def template_list(as_json: bool) -> None:
+    """List the chat formats that are written as code, with the source of each."""
+    from .prompt.formats import FORMATS
+
+    if as_json:
+        records = [
+            {"name": item.name, "version": item.version, "options": dict(item.options), "source": item.source}
+            for item in FORMATS.values()
+        ]
+        click.echo(json.dumps(records))
+        return
+    for item in FORMATS.values():
+        click.echo(f"{item.name:20} {item.source}")
+    click.echo("Any other model: its own Jinja template (auto), or a file with one.")
+
+
+@template.command("show")
+@click.argument("name")
+@_MODEL
+@_STORE
+@_OFFLINE
+def template_show(name: str, model: str | None, store: Path | None, offline: bool | None) -> None:
+    """Show what template NAME (auto, a format, or a file) makes of a small conversation.
+
+    Markers stand between ⟦ and ⟧. A model is only needed for auto and for files.
+    """
+    from .errors import ClientError
+    from .prompt.check import SAMPLES
+    from .prompt.formats import FORMATS
+    from .prompt.template import named_template
+    from .types import Conversation
+
+    if name in FORMATS:
+        chosen: Template = named_template(name)
+        click.echo(f"{name}, as documented at {FORMATS[name].source}")
+        for option, value in FORMATS[name].options.items():
+            click.echo(f"option {option} = {value!r}")
+    else:
+        chosen = _template(*_tokenizer(model, store, offline), name)
+        click.echo(chosen.name)
+    click.echo(f"identity {chosen.identity}\n")
+    for messages in SAMPLES[1:]:
+        try:
+            rendered = chosen.render(Conversation(messages))
+        except ClientError as error:
+            click.echo(f"({', '.join(message.role for message in messages)}: {error})\n")
+            continue
+        shown = (f"⟦{part.text}⟧" if part.is_marker else part.text for part in rendered.segments)
+        click.echo("".join(shown) + "\n")
+
+
+@template.command("check")
+@click.argument("name", required=False)
+@click.option("--all", "check_all", is_flag=True, help="The model's own template and every format.")
+@_MODEL
+@_STORE
+@_OFFLINE
+@_JSON
+@click.pass_context
+def template_check(
+    ctx: click.Context,
+    name: str | None,
+    check_all: bool,
+    model: str | None,
+    store: Path | None,
+    offline: bool | None,
+    as_json: bool,
+) -> None:
+    """Render, tokenize, decode and compare: does template NAME (auto, a format, a file) fit the model?
+
+    Names the first marker that did not become one token. With --all, formats of other models' families are
+    expected not to fit; only the model's own template decides the exit status.
+    """
+    from .prompt.check import check_template
+    from .prompt.formats import FORMATS
+
+    tokenizer, nonce = _tokenizer(model, store, offline)
+    own = ["auto"] if tokenizer.chat_template is not None else []
+    choices = [*own, *FORMATS] if check_all else [name or "auto"]
+    reports = [(choice, check_template(_template(tokenizer, nonce, choice), tokenizer)) for choice in choices]
+    if as_json:
+        records = [{"choice": choice, "fits": report.is_good, **asdict(report)} for choice, report in reports]
+        click.echo(json.dumps(records, ensure_ascii=False))
+    else:
+        for choice, report in reports:
+            found = report.problems[0] if report.problems else " ".join(report.markers) or "no markers"
+            click.echo(f"{'fits    ' if report.is_good else 'does not'}  {choice:18} {found}")
+            for note in report.notes if not check_all or choice == "auto" else ():
+                click.echo(f"          note: {note}")
+    deciding = [report for choice, report in reports if not check_all or choice == "auto"]
+    ctx.exit(0 if all(report.is_good for report in deciding) else 1)
+
+
+@click.group()
+def prompt() -> None:
+    """Prompts: what keeps them out of the cache."""
+
+
+@prompt.command("lint")
+@click.argument("file", type=click.Path(path_type=Path, exists=True))
+@_MODEL
+@_STORE
+@_OFFLINE
+@_JSON
+def prompt_lint(
+    file: Path, model: str | None, store: Path | None, offline: bool | None, as_json: bool
+) -> None:
+    """Find what makes prompts differ that need not.
+
+    FILE is a prompt with {{variables}}: says what their places cost per call, and proposes an order. Or it is
+    a log of requests (.jsonl with "messages", "prompt" or "input" in every line, or a folder of such files):
+    finds what changes in text that stays: times, ids, numbers, lists, content.
+    """
+    from .prompt.lint import lint_prompt, lint_requests
+    from .prompt.registry import NamedPrompt
+
+    tokenizer, _ = _tokenizer(model, store, offline)
+
+    def count(text: str) -> int:
+        return len(tokenizer.encode(text))
+
+    if file.is_file() and file.suffix != ".jsonl":
+        try:
+            text = file.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise ParameterError(f"{file} is not UTF-8 text", param="file") from error
+        advice = lint_prompt(NamedPrompt(file.stem, text), count)
+        if as_json:
+            click.echo(json.dumps(asdict(advice), ensure_ascii=False))
+            return
+        click.echo(f"{advice.shared_tokens} of {advice.stable_tokens} stable tokens are shared by all calls.")
+        if advice.lost_tokens:
+            names = ", ".join(advice.variables)
+            click.echo(f"Before stable text: {names}. This costs {advice.lost_tokens} tokens per call.")
+            click.echo(f"Proposed order:\n\n{advice.proposal}")
+        return
+    files = sorted(file.rglob("*.jsonl")) if file.is_dir() else [file]
+    findings = lint_requests((text for one in files for text in _requests(one)), count)
+    if as_json:
+        click.echo(json.dumps([asdict(finding) for finding in findings], ensure_ascii=False))
+        return
+    for finding in findings:
+        click.echo(
+            f"{finding.kind}: costs {finding.lost_tokens} tokens in each of {finding.num_requests} requests, "
+            f"behind {finding.before!r}: {', '.join(repr(text[:60]) for text in finding.examples)}"
+        )
+    if not findings:
+        click.echo("Nothing changes in what stays.")
+
+
+def _requests(file: Path) -> Iterator[str]:
+    """The prompts of a log, in order, as text."""
+    with file.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            try:
+                record = orjson.loads(line)
+            except orjson.JSONDecodeError as error:
+                raise ParameterError(f"{file}, line {number}: {error}", param="file") from error
+            yield _text(record.get("body", record) if isinstance(record, dict) else None, file, number)
+
+
+def _text(record: Any, file: Path, number: int) -> str:
+    given = record if isinstance(record, dict) else {}
+    for key in ("prompt", "input"):
+        if isinstance(given.get(key), str):
+            return str(given[key])
+    messages = given.get("messages")
+    if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
+        raise ParameterError(
+            f'{file}, line {number}: no "messages", "prompt" or "input" in this request', param="file"
+        )
+    lines = [json.dumps(given["tools"])] if given.get("tools") else []
+    for message in messages:
+        content = message.get("content") or ""
+        lines.append(content if isinstance(content, str) else json.dumps(content, ensure_ascii=False))
+    return "\n".join(lines)
