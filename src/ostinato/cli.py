@@ -38,6 +38,12 @@ def engine_options(command: F) -> F:
         [
             click.option("--store", type=click.Path(path_type=Path, file_okay=False), help="Model store."),
             click.option("--kv-cache", type=Size(), help="KV capacity, e.g. 2GiB."),
+            click.option(
+                "--shared-tier",
+                type=click.Path(path_type=Path, file_okay=False),
+                help="Folder in which processes share KV, also across restarts.",
+            ),
+            click.option("--shared-tier-bytes", type=Size(), help="What that may take, e.g. 8GiB."),
             click.option("--block-size", type=int, help="Tokens in a block."),
             click.option("--max-model-len", type=int, help="Longest sequence in tokens."),
             click.option("--max-batch-tokens", type=int, help="Rows of one engine step at most."),

@@ -15,6 +15,8 @@ from .errors import ParameterError
 
 DEFAULT_MODEL = "smollm2-135m"
 PREFIX = "OSTINATO_"
+_SIZES = ("kv_cache", "shared_tier_bytes")
+_PATHS = ("store", "shared_tier")
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 
@@ -26,6 +28,9 @@ class Settings:
         model: alias, Hugging Face id, folder or ``.gguf`` file.
         store: folder that keeps fetched models; ``None``: ``$XDG_CACHE_HOME/ostinato/models``.
         kv_cache: KV capacity in bytes; memory is touched only as it fills.
+        shared_tier: folder in which this machine's processes keep KV blocks, also across restarts;
+            ``None``: none. Under ``/dev/shm`` it is memory.
+        shared_tier_bytes: what the blocks in it may take.
         block_size: tokens in a block.
         max_model_len: longest sequence in tokens; ``None``: the model's own.
         max_batch_tokens: rows of one engine step at most; a long prompt is computed in chunks of this.
@@ -44,6 +49,8 @@ class Settings:
     model: str = DEFAULT_MODEL
     store: Path | None = None
     kv_cache: int = 2 << 30
+    shared_tier: Path | None = None
+    shared_tier_bytes: int = 8 << 30
     block_size: int = 16
     max_model_len: int | None = None
     max_batch_tokens: int = 512
@@ -76,10 +83,9 @@ class Settings:
         if environment.get("HF_HUB_OFFLINE", "").lower() in {"1", "true", "yes", "on"}:
             values.setdefault("offline", True)
         values |= {name: value for name, value in overrides.items() if value is not None}
-        if isinstance(values.get("store"), str):
-            values["store"] = Path(values["store"]).expanduser()
-        if isinstance(values.get("kv_cache"), str):
-            values["kv_cache"] = _read("kv_cache", values["kv_cache"])
+        for name in (*_PATHS, *_SIZES):
+            if isinstance(values.get(name), str):
+                values[name] = _read(name, values[name])
         if values.get("store") is None:
             values["store"] = _cache_home(environment) / "ostinato" / "models"
         settings = cls(**values)
@@ -95,7 +101,7 @@ class Settings:
                     param=item.name,
                     code="invalid_type",
                 )
-        for name in ("kv_cache", "block_size", "max_batch_tokens", "max_sequences", "max_waiting"):
+        for name in (*_SIZES, "block_size", "max_batch_tokens", "max_sequences", "max_waiting"):
             if getattr(self, name) < 1:
                 raise ParameterError(f"{name} must be at least 1", param=name)
         if self.max_model_len is not None and self.max_model_len < 2:
@@ -147,9 +153,9 @@ def parse_size(text: str) -> int:
 def _read(name: str, text: str) -> Any:
     kind = Settings.__dataclass_fields__[name].type
     try:
-        if name == "kv_cache":
+        if name in _SIZES:
             return parse_size(text)
-        if name == "store":
+        if name in _PATHS:
             return Path(text).expanduser()
         if kind == "bool":
             return {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False, "": False}[

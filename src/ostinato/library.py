@@ -19,10 +19,15 @@ from .runtime import Prepared, Runtime
 from .types import Chunk, Conversation, FinishReason, GenerationRequest, Message, SamplingParams, Usage
 
 if TYPE_CHECKING:
+    from .engines.runners import PagedRunner
     from .engines.worker import Worker
+    from .kv.transfer import TierLink
     from .models.store import LocalModel
     from .prompt.template import Template
     from .prompt.tokens import HFTokenizer
+
+_WRITE_BACK_BYTES = 64 << 20
+"""What blocks on their way to the shared tier may take; more are not stored."""
 
 ConversationLike: TypeAlias = Conversation | SequenceOf[Mapping[str, Any] | Message] | str
 
@@ -221,6 +226,7 @@ def _start(
         raise ParameterError(
             f"there is no memory for {size_gib:.1f} GiB of KV: lower kv_cache", param="kv_cache"
         ) from error
+    link = _tier_link(settings, runner, clock) if isinstance(runner, PagedRunner) else None
     batcher = Batcher(
         runner,
         manager,
@@ -228,6 +234,7 @@ def _start(
         BatchingSettings(settings.max_batch_tokens, settings.max_sequences, settings.max_waiting),
         observer=lambda event: runtime.observe(event),
         worker=worker,
+        tier_link=link,
     )
     runtime = Runtime(
         model_name=local.name,
@@ -248,6 +255,28 @@ def _start(
         clock=clock,
     )
     return runtime
+
+
+def _tier_link(settings: Settings, runner: PagedRunner, clock: Clock) -> TierLink | None:
+    """The shared tier that was asked for. Models of different size share a folder, not a slab."""
+    if settings.shared_tier is None:
+        return None
+    from .kv.codec import RawCodec
+    from .kv.tiers.shared import SharedTier
+    from .kv.transfer import TierLink
+
+    codec = RawCodec(runner.arena.groups, settings.block_size)
+    size = codec.payload_bytes
+    if settings.shared_tier_bytes < size:
+        raise ParameterError(
+            f"shared_tier_bytes is {settings.shared_tier_bytes}, but one block of this model takes {size}: "
+            "raise it",
+            param="shared_tier_bytes",
+        )
+    folder = settings.shared_tier / f"blocks-of-{size}-bytes"
+    tier = SharedTier.open(folder, slot_bytes=size, capacity_bytes=settings.shared_tier_bytes)
+    buffered_bytes = max(_WRITE_BACK_BYTES, 2 * size)
+    return TierLink(tier, codec, settings.block_size, clock, max_buffered_bytes=buffered_bytes)
 
 
 def _check_device(name: str, torch: Any) -> None:

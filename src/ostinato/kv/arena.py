@@ -36,6 +36,8 @@ class Arena:
 
     Attributes:
         keys, values: one tensor per layer, in the order of ``layers``.
+        groups: the tensors they are views of, ``[layers of one shape, kv_heads, num_slots, dim]``: for what
+            is done to some slots in all layers.
     """
 
     def __init__(
@@ -48,7 +50,7 @@ class Arena:
         self.device = device
         self.keys: list[torch.Tensor] = [torch.empty(0)] * len(self.layers)
         self.values: list[torch.Tensor] = [torch.empty(0)] * len(self.layers)
-        self._groups: list[torch.Tensor] = []
+        self.groups: list[torch.Tensor] = []
         for shape in dict.fromkeys(self.layers):
             members = [i for i, layer in enumerate(self.layers) if layer == shape]
             keys = torch.empty(
@@ -57,7 +59,7 @@ class Arena:
             values = torch.empty(
                 len(members), shape.kv_heads, num_slots, shape.value_dim, dtype=dtype, device=device
             )
-            self._groups += [keys, values]
+            self.groups += [keys, values]
             for place, layer in enumerate(members):
                 self.keys[layer] = keys[place]
                 self.values[layer] = values[place]
@@ -75,5 +77,5 @@ class Arena:
         """Copy the KV of consecutive slots in every layer (source and target do not overlap)."""
         source = slice(copy.source, copy.source + copy.length)
         target = slice(copy.target, copy.target + copy.length)
-        for group in self._groups:
+        for group in self.groups:
             group[:, :, target] = group[:, :, source]

@@ -6,6 +6,7 @@ import os
 import random
 import shutil
 import subprocess
+import tempfile
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
@@ -17,6 +18,7 @@ from tier_cases import NAMESPACE, chain, payload, pieces
 from ostinato.errors import TierError
 from ostinato.kv.tiers.base import Found, Miss, Outcome, Status
 from ostinato.kv.tiers.shared import SharedTier
+from ostinato.kv.tiers.slab import is_in_memory
 
 SLOT, SLOTS = 3000, 20
 KEYS = chain(3, 20)
@@ -42,7 +44,21 @@ def load_all(store: SharedTier) -> int:
     return num_hits
 
 
-def test_a_truncated_slab_is_counted_misses_also_while_it_is_open(tmp_path: Path) -> None:
+@pytest.fixture(params=["disk", "memory"])
+def any_folder(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
+    """The slab is mapped in one and read by position in the other."""
+    if request.param == "disk":
+        yield tmp_path
+        return
+    if not is_in_memory(Path("/dev/shm")):
+        pytest.skip("needs a file system in memory at /dev/shm")
+    folder = Path(tempfile.mkdtemp(dir="/dev/shm"))
+    yield folder
+    shutil.rmtree(folder)
+
+
+def test_a_truncated_slab_is_counted_misses_also_while_it_is_open(any_folder: Path) -> None:
+    tmp_path = any_folder
     store = open_store(tmp_path)
     fill(store)
     os.truncate(tmp_path / "slab", SLOT * 10 + 5)
@@ -222,8 +238,8 @@ def test_a_disk_without_room_for_the_store_is_an_error_at_open(small_disk: Path)
         open_store(small_disk / "tier")
 
 
-def test_threads_share_a_store(tmp_path: Path) -> None:
-    store = open_store(tmp_path)
+def test_threads_share_a_store(any_folder: Path) -> None:
+    store = open_store(any_folder)
     chains = [chain(seed, 8, replace(NAMESPACE, salt=str(seed))) for seed in range(6)]
     failures: list[BaseException] = []
 

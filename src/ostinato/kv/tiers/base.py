@@ -74,4 +74,7 @@ class Tier(Protocol):
     def touch(self, keys: Sequence[BlockKey]) -> None:
         """Marks a chain as used, its last block least, so that leaves go before roots."""
 
+    def drop_stale(self, limit: int) -> int:
+        """Forgets up to ``limit`` blocks that a lower version made; returns how many."""
+
     def close(self) -> None: ...

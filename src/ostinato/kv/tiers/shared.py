@@ -10,8 +10,7 @@ somebody else in between is a miss, as is everything else that is not exactly ri
 
 Lock order: ``opening`` (only to open and close) → the index' writer lock, which LMDB gives back when its
 owner dies. Nothing waits while it holds the latter, except for the disk; whether another process lives is
-asked without waiting. The slab is read and written by position, not through a mapping: the pages are shared
-all the same, and a truncated file or a full disk is an error code instead of a signal that ends the process.
+asked without waiting.
 """
 
 from __future__ import annotations
@@ -27,7 +26,6 @@ from typing import Self
 import lmdb
 import numpy as np
 import numpy.typing as npt
-from xxhash import xxh3_128
 
 from ostinato.errors import TierError
 
@@ -35,8 +33,8 @@ from ..hashing import BlockKey
 from .base import Found, Miss, Outcome, Status, TierCounters
 from .folder import FORMAT, RANK_BYTES, Folder, Geometry
 from .records import CHECKSUM_BYTES, READY, WRITING, Record, decode, encode
+from .slab import Slab, is_in_memory
 
-CHUNK_BYTES = 256 << 10  # copied, and checked while it still is in the processor's cache
 _BUSY = (1 << 64) - 1  # the rank of a slot that is being written
 _NUM_CANDIDATES = 256
 _BATCH = 256  # records looked at in one transaction by what works in the background
@@ -76,6 +74,7 @@ class SharedTier:
         self._folder = folder
         self._version = version
         self._env = folder.environment
+        self._slab = Slab(folder.slab, self.num_slots * self.slot_bytes, in_memory=is_in_memory(folder.path))
         self._pid = os.getpid()
         self._rank = 0
         self._writing: set[int] = set()  # generations of this process' own open writes
@@ -173,17 +172,7 @@ class SharedTier:
         return None
 
     def _read_slot(self, slot: int, into: memoryview) -> bytes:
-        """Copies a slot's first bytes and returns the checksum of the copy; short where the file is."""
-        hasher = xxh3_128()
-        at, base = 0, slot * self.slot_bytes
-        while at < len(into):
-            piece = into[at : at + CHUNK_BYTES]
-            got = os.preadv(self._folder.slab, [piece], base + at)
-            if got == 0:
-                return b""
-            hasher.update(piece[:got])
-            at += got
-        return hasher.digest()
+        return self._slab.read(slot * self.slot_bytes, into)
 
     def _data(self, name: bytes) -> bytes | None:
         assert os.getpid() == self._pid, "a shared tier was used across a fork"
@@ -213,7 +202,7 @@ class SharedTier:
             if isinstance(record, Outcome):
                 return record
             try:
-                checksum = self._write_slot(record.slot, parts)
+                checksum = self._slab.write(record.slot * self.slot_bytes, parts)
                 return self._publish(key, replace(record, state=READY, checksum=checksum))
             finally:
                 self._writing.discard(record.generation)
@@ -257,19 +246,6 @@ class SharedTier:
             self._writing.add(generation)  # before anybody can see the record
         self._set_rank(slot, _BUSY)
         return record
-
-    def _write_slot(self, slot: int, parts: Sequence[memoryview]) -> bytes:
-        hasher = xxh3_128()
-        at = slot * self.slot_bytes
-        for part in parts:
-            for start in range(0, len(part), CHUNK_BYTES):
-                piece = part[start : start + CHUNK_BYTES]
-                hasher.update(piece)
-                while len(piece):
-                    written = os.pwrite(self._folder.slab, piece, at)
-                    at += written
-                    piece = piece[written:]
-        return hasher.digest()
 
     def _publish(self, key: BlockKey, record: Record) -> Outcome:
         pending = encode(key.hash, replace(record, state=WRITING, checksum=_NO_CHECKSUM))

@@ -1,0 +1,194 @@
+"""What the shared tier costs and brings.
+
+``read_ratio`` and ``write_ratio``: bandwidth of ``SharedTier.load`` and ``.store`` (checksums, index and all)
+over that of copying the same payloads once from memory to memory, in turn, in one thread. The payloads are
+SmolLM2-135M's blocks of 16 tokens, 720 KiB each. A load copies once, out of the page cache, and reads the
+copy again to check it; so does a store the other way round. Memory bandwidth is the limit of all three.
+
+``restart_speedup``: a 4,000-token prompt's time to first token on a fresh engine that has to compute it, over
+that of a fresh engine that finds it in the tier, whose files were dropped from the page cache before.
+
+``itl_cost``: how much longer a decoding request's tokens take with the tier than without, while another
+request's 1,000-token prompt is computed beside it and written back.
+
+``--quick`` leaves out what needs the default model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import statistics
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+
+import ostinato
+from common import finish, pairs, ratio, spread
+from ostinato.kv.hashing import Namespace, block_keys
+from ostinato.kv.tiers.base import Outcome
+from ostinato.kv.tiers.shared import SharedTier
+
+BLOCK_TOKENS = 16
+PAYLOAD_BYTES = 46_080 * BLOCK_TOKENS
+NUM_BLOCKS = 96
+NAMESPACE = Namespace("benchmark", "t", "t", "l", "float32", "r")
+GREEDY = {"temperature": 0.0, "ignore_eos": True}
+
+
+@contextmanager
+def scratch(parent: Path | None) -> Iterator[Path]:
+    folder = Path(tempfile.mkdtemp(prefix="ostinato-tier-", dir=parent))
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder)
+
+
+def bandwidth(parent: Path | None, rounds: int) -> dict[str, dict[str, float]]:
+    """Loads, stores and copies of the same bytes in turn."""
+    rng = np.random.default_rng(1)
+    tokens = rng.integers(0, 49_152, NUM_BLOCKS * BLOCK_TOKENS, dtype=np.int32)
+    keys = block_keys(NAMESPACE, tokens, BLOCK_TOKENS)
+    # Ordinary memory on both sides, as the arena is: bytearrays, touched before anything is measured.
+    sources = [memoryview(bytearray(rng.bytes(PAYLOAD_BYTES))) for _ in keys]
+    targets = [memoryview(bytearray(rng.bytes(PAYLOAD_BYTES))) for _ in keys]
+
+    def copy() -> float:
+        started = time.perf_counter()
+        for source, target in zip(sources, targets, strict=True):
+            target[:] = source
+        return time.perf_counter() - started
+
+    with scratch(parent) as folder:
+        tier = SharedTier.open(folder / "t", slot_bytes=PAYLOAD_BYTES, capacity_bytes=PAYLOAD_BYTES * 128)
+
+        def store() -> float:
+            tier.purge(keys[0].namespace)
+            started = time.perf_counter()
+            outcomes = [tier.store(key, [source]) for key, source in zip(keys, sources, strict=True)]
+            duration = time.perf_counter() - started
+            assert set(outcomes) == {Outcome.STORED}, "a block was not stored"
+            return duration
+
+        def load() -> float:
+            started = time.perf_counter()
+            num_hits = tier.lookup(keys).num_hits
+            loaded = [tier.load(key, target) for key, target in zip(keys, targets, strict=True)]
+            duration = time.perf_counter() - started
+            assert num_hits == len(keys) == sum(loaded), "a block was not loaded"
+            return duration
+
+        copies_w, stores = pairs(copy, store, rounds, "copy, store")
+        copies_r, loads = pairs(copy, load, rounds, "copy, load")
+        assert all(a == b for a, b in zip(sources, targets, strict=True)), "loads differ from what was stored"
+        tier.close()
+    total_gb = NUM_BLOCKS * PAYLOAD_BYTES / 1e9
+    return {
+        "write_ratio": ratio(copies_w, stores),
+        "read_ratio": ratio(copies_r, loads),
+        "store_gb_s": spread([total_gb / s for s in stores], 2),
+        "load_gb_s": spread([total_gb / s for s in loads], 2),
+        "memcpy_gb_s": spread([total_gb / s for s in copies_w + copies_r], 2),
+    }
+
+
+def drop_from_page_cache(folder: Path) -> None:
+    for file in folder.rglob("*"):
+        if file.is_file():
+            fd = os.open(file, os.O_RDONLY)
+            os.fsync(fd)
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.close(fd)
+
+
+def restart(folder: Path, num_tokens: int) -> dict[str, float]:
+    """Time to first token of one prompt: computed, and read by an engine that starts afterwards."""
+    prompt = np.random.default_rng(2).integers(1000, 40_000, num_tokens).tolist()
+    options = {"kv_cache": 512 << 20, "shared_tier": folder}
+    with ostinato.load(**options) as engine:
+        engine.complete(prompt[:40][::-1], max_tokens=1, **GREEDY)  # warm the threads and the allocator
+        cold = engine.complete(prompt, max_tokens=4, **GREEDY)
+    assert cold.usage.cached_tokens == 0
+    drop_from_page_cache(folder)
+    with ostinato.load(**options) as engine:
+        engine.complete(prompt[20:60][::-1], max_tokens=1, **GREEDY)
+        warm = engine.complete(prompt, max_tokens=4, **GREEDY)
+    assert warm.choices[0].token_ids == cold.choices[0].token_ids, "the answers differ"
+    print(
+        f"  {num_tokens} tokens: {cold.usage.ttft_s:.2f} s computed, {warm.usage.ttft_s:.3f} s read",
+        flush=True,
+    )
+    return {
+        "tokens": num_tokens,
+        "cached_tokens": warm.usage.cached_tokens,
+        "computed_ttft_s": round(cold.usage.ttft_s, 3),
+        "restored_ttft_s": round(warm.usage.ttft_s, 4),
+        "speedup": round(cold.usage.ttft_s / warm.usage.ttft_s, 2),
+    }
+
+
+def decode_beside_a_prompt(engine: ostinato.Engine, seed: int) -> float:
+    """Mean seconds between a stream's tokens while a 1,000-token prompt nobody has seen is computed."""
+    rng = np.random.default_rng(seed)
+    short, long = rng.integers(1000, 40_000, 32).tolist(), rng.integers(1000, 40_000, 1000).tolist()
+    started = threading.Event()
+    other = threading.Thread(target=lambda: started.wait() and engine.complete(long, max_tokens=1, **GREEDY))
+    other.start()
+    prepared = engine.runtime.iterate(engine._prepare(tuple(short), {"max_tokens": 24, **GREEDY}))
+    times = []
+    for chunk in prepared:
+        times += [time.perf_counter()] * bool(chunk.token_ids)
+        started.set()
+    other.join()
+    return (times[-1] - times[0]) / (len(times) - 1)
+
+
+def inter_token(folder: Path, rounds: int) -> dict[str, float]:
+    seeds = iter(range(100, 1000))
+    with (
+        ostinato.load(kv_cache=512 << 20) as plain,
+        ostinato.load(kv_cache=512 << 20, shared_tier=folder) as tier,
+    ):
+        with_tier, without = pairs(
+            lambda: decode_beside_a_prompt(tier, next(seeds)),
+            lambda: decode_beside_a_prompt(plain, next(seeds)),
+            rounds,
+            "tokens with and without the tier",
+        )
+    return ratio(with_tier, without) | {"without_s": round(statistics.median(without), 4)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--folder", type=Path, help="where the bandwidth's tier lies; /dev/shm by default")
+    parser.add_argument(
+        "--disk", type=Path, help="where the restart's tier lies; the temporary folder by default"
+    )
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--tokens", type=int, default=4000)
+    parser.add_argument("--quick", action="store_true", help="leave out what needs the default model")
+    options = parser.parse_args()
+    shm = Path("/dev/shm")
+    details: dict[str, object] = bandwidth(options.folder or (shm if shm.is_dir() else None), options.rounds)
+    headline = {name: details[name]["median"] for name in ("read_ratio", "write_ratio")}  # type: ignore[index]
+    if not options.quick:
+        with scratch(options.disk) as folder:
+            details["restart"] = found = restart(folder, options.tokens)
+            headline["restart_speedup"] = found["speedup"]
+        with scratch(options.disk) as folder:
+            details["itl"] = found = inter_token(folder, 3)
+            headline["itl_cost"] = round(found["median"] - 1, 4)
+    finish("tiers", headline, details)
+
+
+if __name__ == "__main__":
+    main()
