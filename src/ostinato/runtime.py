@@ -279,6 +279,12 @@ class Runtime:
         if not _is_whole(request.num_choices) or not 1 <= request.num_choices <= MAX_CHOICES:
             raise ParameterError(f"n must be between 1 and {MAX_CHOICES}", param="n")
         tokens = self._tokens(request)
+        if (largest := int(tokens.max(initial=0))) >= self.info.vocab_size:  # it would fail the whole step
+            raise ParameterError(
+                f"the prompt has token {largest}, but the model's weights know only {self.info.vocab_size}: "
+                "its tokenizer has more tokens than it was made for",
+                param="prompt",
+            )
         limit = self.max_model_len
         if len(tokens) >= limit:
             raise PromptTooLongError(

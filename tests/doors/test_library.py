@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import transformers
 
 import ostinato
 from doors.tiny import save_tiny_chat_model
@@ -293,3 +295,23 @@ next(stream)
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
     )
     assert (done.returncode, "Traceback" in done.stderr) == (0, False), done.stderr
+
+
+def test_a_token_that_the_weights_do_not_know_is_refused_and_one_without_text_is_nothing(
+    folder: Path, tmp_path: Path
+) -> None:
+    for vocab_size in (200, 300):
+        variant = tmp_path / str(vocab_size)
+        shutil.copytree(folder, variant)
+        config = transformers.AutoConfig.from_pretrained(folder)
+        config.vocab_size, config.pad_token_id, config.bos_token_id, config.eos_token_id = vocab_size, 0, 0, 0
+        transformers.AutoModelForCausalLM.from_config(config).save_pretrained(str(variant))
+        (variant / "generation_config.json").unlink()
+    with ostinato.load(tmp_path / "200", kv_cache=1 << 20) as engine:
+        with pytest.raises(ParameterError, match="tokenizer has more tokens"):
+            engine.chat(TALK, max_tokens=3)
+        assert engine.complete("!!", max_tokens=3).usage.prompt_tokens == 2
+    with ostinato.load(tmp_path / "300", kv_cache=1 << 20) as engine:
+        reply = engine.chat(TALK, max_tokens=3, temperature=0.0, logit_bias={299: 100.0}, logprobs=3)
+        assert (reply.choices[0].token_ids, reply.text) == ((299, 299, 299), "")
+        assert engine.runtime.tokenizer.token_bytes(299) == b""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 import time
 from typing import Any
@@ -9,14 +10,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers as hf
 
-from engines.driver import GREEDY, NAMESPACE, Collected, harness
-from engines.models import VOCAB, loaded
+from engines.driver import GREEDY, NAMESPACE, Collected, Flips, harness, reference
+from engines.models import PAGED, VOCAB, loaded
 from ostinato.engines.base import RunnerInfo
-from ostinato.engines.runners import LoadedModel
+from ostinato.engines.hf import observe_model
+from ostinato.engines.packed import PackedLinear
+from ostinato.engines.runners import LoadedModel, _lay_out
 from ostinato.engines.sampling import Sampler
 from ostinato.errors import EngineError
-from ostinato.types import SamplingParams, TokenArray
+from ostinato.types import Run, SamplingParams, SequencePlan, TokenArray
 
 
 @pytest.fixture(scope="module")
@@ -135,3 +139,77 @@ def test_steps_that_fail_leave_the_engine_as_it_was(llama: LoadedModel, monkeypa
         engine.manager.check_integrity()
         assert engine.manager.num_held_blocks == 0
         assert engine.generate(tokens(3, 20), 6).tokens == expected
+
+
+def made(config: hf.PretrainedConfig, dtype: torch.dtype = torch.float32) -> Any:
+    torch.manual_seed(1)
+    return hf.AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=dtype).eval()
+
+
+def variant(name: str, **changes: Any) -> hf.PretrainedConfig:
+    config = copy.deepcopy(PAGED[name])
+    for field, value in changes.items():
+        setattr(config, field, value)
+    return config
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        variant("llama", tie_word_embeddings=True),
+        variant("llama", attention_bias=True, mlp_bias=True),
+        variant("gpt2", tie_word_embeddings=False),
+        variant("qwen2", tie_word_embeddings=True),
+    ],
+    ids=["tied", "biases", "gpt2-untied", "qwen2-tied"],
+)
+def test_heads_and_biases_of_every_kind(config: hf.PretrainedConfig, flips: Flips) -> None:
+    own, observed = made(config), observe_model(made(config))
+    assert observed.reuse_reason is None
+    prompt = tokens(4, 37)
+    expected = reference(own, prompt, 8)
+    with harness(observed) as engine:
+        for cached in (0, 36):
+            sink = engine.generate(prompt, 8)
+            flips.check(own, prompt, expected, sink.tokens)
+            assert sink.stats is not None
+            assert sink.stats.cached_tokens == cached
+
+
+def test_weights_of_half_width_are_reused_and_not_packed() -> None:
+    observed = observe_model(made(PAGED["llama"], torch.bfloat16))
+    assert (observed.reuse_reason, observed.dtype) == (None, torch.bfloat16)
+    assert not any(isinstance(module, PackedLinear) for module in observed.model.modules())
+    with harness(observed) as engine:
+        cold, warm = (engine.generate(tokens(4, 37), 8) for _ in range(2))
+        assert warm.stats is not None
+        assert warm.stats.cached_tokens == 36
+        assert warm.tokens == cold.tokens
+
+
+def long_rope(original: int) -> hf.PretrainedConfig:
+    """Trained for 256 tokens; from ``original`` on its frequencies are others."""
+    rope = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
+    given = PAGED["phi3"].to_dict() | {
+        "rope_parameters": rope | {"rope_theta": 10000.0},
+        "original_max_position_embeddings": original,
+    }
+    return hf.Phi3Config(**given)
+
+
+def test_frequencies_that_change_with_the_length_bound_it() -> None:
+    short = observe_model(made(long_rope(64)))
+    assert (short.max_model_len, short.reuse_reason) == (64, None)
+    longer = observe_model(made(long_rope(64)), max_model_len=200)
+    assert longer.max_model_len == 200
+    assert longer.reuse_reason is not None
+    beyond = observe_model(made(long_rope(4096)))  # no length that the model takes is there
+    assert (beyond.max_model_len, beyond.reuse_reason) == (256, None)
+
+
+def test_masks_go_where_the_model_computes() -> None:
+    ids = np.arange(4, 8, dtype=np.int32)
+    plan = SequencePlan(0, ids, ids, ids, (Run(0, 0, 4),), True)
+    rows = _lay_out(plan, 0, torch.float32, torch.device("meta"))
+    assert rows.tail_mask is not None
+    assert rows.tail_mask.device.type == "meta"

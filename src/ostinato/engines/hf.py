@@ -118,7 +118,7 @@ def _length_limit(config: Any, wanted: int | None) -> tuple[int, str | None]:
     nested = [p for p in parameters.values() if isinstance(p, Mapping)] or [parameters]
     for rope in nested:
         if rope.get("rope_type") in _LENGTH_DEPENDENT_ROPE:
-            fixed = rope.get("original_max_position_embeddings") or trained
+            fixed = min(trained, rope.get("original_max_position_embeddings") or trained)
     limit = min(wanted, trained) if wanted else fixed
     if limit > fixed:
         return limit, (

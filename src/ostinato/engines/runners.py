@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -130,7 +130,7 @@ def forward(loaded: LoadedModel, arena: Arena, sequences: tuple[SequencePlan, ..
     end = 0
     for sequence in sequences:
         start, end = end, end + len(sequence.tokens)
-        rows.append(_lay_out(sequence, start, loaded.dtype))
+        rows.append(_lay_out(sequence, start, loaded.dtype, device))
         if sequence.sample:
             sampled.append(end - 1)
     slots = np.concatenate([sequence.slots for sequence in sequences])
@@ -148,11 +148,11 @@ def forward(loaded: LoadedModel, arena: Arena, sequences: tuple[SequencePlan, ..
     return logits
 
 
-def _lay_out(sequence: SequencePlan, start: int, dtype: torch.dtype) -> Rows:
+def _lay_out(sequence: SequencePlan, start: int, dtype: torch.dtype, device: torch.device) -> Rows:
     slots = sequence.slots
     first = int(slots[0])
     in_one_run = int(slots[-1]) - first == len(slots) - 1 and bool((np.diff(slots) == 1).all())
-    return make_rows(
+    rows = make_rows(
         start,
         start + len(slots),
         int(sequence.positions[0]),
@@ -160,6 +160,9 @@ def _lay_out(sequence: SequencePlan, start: int, dtype: torch.dtype) -> Rows:
         first if in_one_run else None,
         dtype=dtype,
     )
+    if rows.tail_mask is not None and device.type != "cpu":
+        rows = replace(rows, tail_mask=rows.tail_mask.to(device))
+    return rows
 
 
 class _Samplers:
