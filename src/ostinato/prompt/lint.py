@@ -65,9 +65,9 @@ class OrderAdvice:
 class Finding:
     """Something that changes in text that stays.
 
-    ``kind`` is ``timestamp``, ``uuid``, ``id``, ``number format``, ``order``, ``content``; ``before`` is
-    the text it stands behind; ``lost_tokens`` counts the tokens behind it that stayed the same and yet could not
-    be found in a cache, per request on average.
+    ``kind`` is ``timestamp``, ``uuid``, ``id``, ``number format``, ``order`` or ``content``. ``before`` is
+    the text it stands behind. ``lost_tokens`` counts the tokens behind it that stayed the same and yet could
+    not be found in a cache, per request on average.
     """
 
     kind: str
