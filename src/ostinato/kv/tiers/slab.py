@@ -35,6 +35,8 @@ class Slab:
 
     def __init__(self, fd: int, size_bytes: int, *, in_memory: bool) -> None:
         self._fd = fd
+        self._size_bytes = size_bytes
+        self._taken: dict[int, int] = {}  # start of a slot -> bytes of it that have their memory
         self._mapped = memoryview(mmap.mmap(fd, size_bytes)) if in_memory else None
 
     def read(self, at: int, into: memoryview) -> bytes:
@@ -68,7 +70,7 @@ class Slab:
             OSError: no room, or the disk did not take them.
         """
         if self._mapped is not None:
-            os.posix_fallocate(self._fd, at, sum(len(part) for part in parts))
+            self._make_room(at, sum(len(part) for part in parts))
         hasher = xxh3_128()
         for part in parts:
             for start in range(0, len(part), CHUNK_BYTES):
@@ -83,3 +85,12 @@ class Slab:
                     at += written
                     piece = piece[written:]
         return hasher.digest()
+
+    def _make_room(self, at: int, num_bytes: int) -> None:
+        """Takes the memory of a range of the file, unless this process has and it was not truncated since."""
+        if os.fstat(self._fd).st_size < self._size_bytes:
+            self._taken.clear()
+            os.ftruncate(self._fd, self._size_bytes)
+        if self._taken.get(at, 0) < num_bytes:
+            os.posix_fallocate(self._fd, at, num_bytes)
+            self._taken[at] = num_bytes
