@@ -208,10 +208,12 @@ class _Choice:
     def on_finish(
         self, reason: FinishReason, stop_token: int | None, stats: SequenceStats, error: Exception | None
     ) -> None:
+        text = self._detokenizer.finish()
         stop_reason: str | int | None = self._detokenizer.stopped
-        text = "" if stop_reason is not None else self._detokenizer.finish()
         if stop_reason is None:
             stop_reason = stop_token
+        elif reason == "length":
+            reason = "stop"  # what was held back until the end completed a stop string
         self._answer.last_piece(
             Chunk(self._index, text, finish_reason=reason, stop_reason=stop_reason, error=error), stats
         )

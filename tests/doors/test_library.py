@@ -315,3 +315,12 @@ def test_a_token_that_the_weights_do_not_know_is_refused_and_one_without_text_is
         reply = engine.chat(TALK, max_tokens=3, temperature=0.0, logit_bias={299: 100.0}, logprobs=3)
         assert (reply.choices[0].token_ids, reply.text) == ((299, 299, 299), "")
         assert engine.runtime.tokenizer.token_bytes(299) == b""
+
+
+def test_a_stop_string_in_what_was_held_back_until_the_end(engine: ostinato.Engine) -> None:
+    tokenizer = engine.runtime.tokenizer
+    half = next(i for i in range(256) if tokenizer.token_bytes(i) == b"\xc3")
+    options = {"max_tokens": 1, "temperature": 0.0, "logit_bias": {half: 100.0}}
+    assert engine.chat(TALK, **options).text == "\ufffd"
+    stopped = engine.chat(TALK, stop="\ufffd", **options).choices[0]
+    assert (stopped.text, stopped.finish_reason, stopped.stop_reason) == ("", "stop", "\ufffd")
