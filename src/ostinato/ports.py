@@ -63,11 +63,14 @@ class Tokenizer(Protocol):
     def encode(self, text: str) -> TokenArray:
         """Plain text to ids. Nothing is added, and no text ever becomes a special token."""
 
-    def encode_prompt(self, text: str) -> TokenArray:
+    def encode_prompt(self, text: str, *, scope: str = "") -> TokenArray:
         """The same with what the tokenizer itself puts around a prompt (BOS, where it does so)."""
 
-    def encode_rendered(self, rendered: Rendered) -> TokenArray:
-        """A rendered prompt to ids: its markers become exactly their tokens, all else is plain text."""
+    def encode_rendered(self, rendered: Rendered, *, scope: str = "") -> TokenArray:
+        """A rendered prompt to ids: its markers become exactly their tokens, all else is plain text.
+
+        What a tokenizer remembers to be quicker, it may use again in the same ``scope`` only (a salt).
+        """
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str: ...
 

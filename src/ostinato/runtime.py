@@ -85,10 +85,15 @@ class TokenizedPrompt:
         self.release()
 
 
-def tokenize_conversation(conversation: Conversation, tokenizer: Tokenizer, template: Template) -> TokenArray:
-    """Check, render and tokenise; the tokens of a complete prompt, ready for the answer to follow."""
+def tokenize_conversation(
+    conversation: Conversation, tokenizer: Tokenizer, template: Template, *, scope: str = ""
+) -> TokenArray:
+    """Check, render and tokenise; the tokens of a complete prompt, ready for the answer to follow.
+
+    ``scope`` keeps what the tokenizer remembers apart: a tenant's salt.
+    """
     validate(conversation, roles=template.roles)
-    return tokenizer.encode_rendered(template.render(conversation, add_generation_prompt=True))
+    return tokenizer.encode_rendered(template.render(conversation, add_generation_prompt=True), scope=scope)
 
 
 def assemble_prompt(
@@ -102,7 +107,7 @@ def assemble_prompt(
         ConversationError: a message breaks a rule; ``index`` says which.
         TemplateError: the template refuses the conversation.
     """
-    tokens = tokenize_conversation(conversation, tokenizer, template)
+    tokens = tokenize_conversation(conversation, tokenizer, template, scope=cache.namespace.salt)
     lease = cache.acquire(tokens)
     found = lease.prefix_len
     return TokenizedPrompt(tokens, lease.slots(0, found), found, found, lease)
@@ -313,14 +318,14 @@ class Runtime:
                 raise TemplateError(
                     "this model has no chat template: choose one when it is loaded, or send a text prompt"
                 )
-            return tokenize_conversation(prompt, self.tokenizer, self.template)
+            return tokenize_conversation(prompt, self.tokenizer, self.template, scope=request.salt)
         if isinstance(prompt, str):
             try:
                 prompt.encode()
             except UnicodeEncodeError as error:
                 text = f"the prompt is not Unicode text: lone surrogate at character {error.start}"
                 raise ParameterError(text, param="prompt") from None
-            tokens = self.tokenizer.encode_prompt(prompt)
+            tokens = self.tokenizer.encode_prompt(prompt, scope=request.salt)
         else:
             if any(not (_is_whole(token) and 0 <= token < self.info.vocab_size) for token in prompt):
                 raise ParameterError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -291,3 +292,33 @@ def test_a_special_token_between_words_does_not_hide_a_cut(tmp_path: Path) -> No
     for grown in (text, text + " and on", text + " and on <|im_end|> and on"):
         assert tokenizer.encode(grown).tolist() == whole("chatml", grown)
     assert tokenizer._pieces.encode(NO_NEIGHBOUR, "", NO_NEIGHBOUR).tolist() == []
+
+
+@pytest.mark.parametrize(
+    "text", ["short", "long enough to be remembered as the beginning of others, too. " * 60]
+)
+def test_what_is_remembered_for_one_tenant_is_not_looked_up_for_another(
+    tokenizers: Callable[[str], HFTokenizer], tmp_path: Path, text: str
+) -> None:
+    folder = write_folder(tmp_path / "chatml", "chatml")
+    tokenizer = HFTokenizer.from_folder(folder, nonce=NONCE)
+    expected = tokenizers("chatml").encode(text).tolist()
+    asked: list[str] = []
+
+    class Counting:
+        """The backend, noting what it is asked to encode."""
+
+        def __init__(self, backend: Any) -> None:
+            self._backend = backend
+
+        def encode(self, text: str, **options: Any) -> Any:
+            asked.append(text)
+            return self._backend.encode(text, **options)
+
+    encoder = tokenizer._pieces
+    counting = replace(encoder._backend, tokenizer=Counting(encoder._backend.tokenizer))
+    encoder._backend = encoder._suffix_backend = counting
+    for scope, num_encoded in (("a", 1), ("a", 1), ("b", 2), ("", 3), ("b", 3), ("", 3)):
+        assert tokenizer.encode(text, scope=scope).tolist() == expected
+        assert len(asked) == num_encoded
+        assert len(asked[-1]) >= len(text), "a part of it was taken from another tenant"

@@ -74,12 +74,12 @@ class ByteTokenizer:
     def __init__(self) -> None:
         self.special_tokens = {"<|end|>": EOS, "<|turn|>": TURN}
 
-    def encode(self, text: str) -> TokenArray:
+    def encode(self, text: str, *, scope: str = "") -> TokenArray:
         return np.frombuffer(text.encode(), dtype=np.uint8).astype(np.int32)
 
     encode_prompt = encode
 
-    def encode_rendered(self, rendered: Rendered) -> TokenArray:
+    def encode_rendered(self, rendered: Rendered, *, scope: str = "") -> TokenArray:
         return np.concatenate([self._segment(s.text, s.is_marker) for s in rendered.segments])
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:

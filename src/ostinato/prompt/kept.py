@@ -38,7 +38,7 @@ class KeptAnswers:
             if token_id in special or token_id >= self._tokenizer.vocab_size:
                 break
             ids.append(token_id)
-        tail = self._tokenizer.tail(rendered)
+        tail = self._tokenizer.tail(rendered, scope=scope)
         whole = [*tail.ids.tolist(), *ids]
         text = self._tokenizer.decode(whole)
         # What does not end with a whole character, or not as the prompt does, comes back as other text.
@@ -56,5 +56,5 @@ class KeptAnswers:
             TemplateError: a marker is not a token of this model.
         """
         return self._tokenizer.encode_runs(
-            rendered, lambda left, text: self._answers.get((f"{scope}\0{left}", text, ""))
+            rendered, lambda left, text: self._answers.get((f"{scope}\0{left}", text, "")), scope=scope
         )

@@ -106,31 +106,35 @@ class PieceEncoder:
             self._suffix_backend = self._build(nonce, orjson.dumps(bare))
         self._lock = threading.Lock()
 
-    def encode(self, left: str, text: str, right: str) -> TokenArray:
+    def encode(self, left: str, text: str, right: str, *, scope: str = "") -> TokenArray:
         """The ids of a piece between two markers of the kinds ``left`` and ``right``; not to be changed.
+
+        What is remembered for one ``scope`` is never looked up for another: how quick it is tells nobody
+        what others wrote.
 
         Raises:
             TemplateError: the text contains what this vocabulary can only read as a special token.
         """
-        key = (left, text, right)
+        key = (_place(left, scope), text, right)
         ids = self._memo.get(key)
         if ids is None:
             if len(text) < _LONG_CHARS or self._joints is None:
                 ids = np.array(self._plain_ids(left, text, right), dtype=np.int32)
                 ids.flags.writeable = False
             else:
-                ids = self.piece(left, text, right).ids
+                ids = self.piece(left, text, right, scope=scope).ids
             self._memo.put(key, ids)
         return ids
 
-    def piece(self, left: str, text: str, right: str) -> Piece:
+    def piece(self, left: str, text: str, right: str, *, scope: str = "") -> Piece:
         """The same with the characters of each token. Of long pieces only what is new is encoded."""
         if len(text) < _LONG_CHARS or self._joints is None:
             return self._encode(self._backend_for(text), left, text, right)
-        piece = self._extend(self._joints, left, text, right)
+        place = _place(left, scope)
+        piece = self._extend(self._joints, place, text, right)
         if piece is None:
             piece = self._encode(self._backend_for(text), left, text, right)
-        self._remember(left, text, piece)
+        self._remember(place, text, piece)
         return piece
 
     # ------------------------------------------------------------ one piece
@@ -184,13 +188,13 @@ class PieceEncoder:
 
     # ------------------------------------------------------------ pieces that grew
 
-    def _extend(self, joints: Joints, left: str, text: str, right: str) -> Piece | None:
+    def _extend(self, joints: Joints, place: str, text: str, right: str) -> Piece | None:
         """The piece out of an earlier one with the same beginning; ``None`` where there is none to use."""
         with self._lock:
             anchors = list(self._anchors)
         best_length, best = 0, None
-        for anchor_left, anchor_text, anchor in anchors:
-            if anchor_left == left:
+        for anchor_place, anchor_text, anchor in anchors:
+            if anchor_place == place:
                 length = _common_length(anchor_text, text)
                 if length > best_length:
                     best_length, best = length, anchor
@@ -213,13 +217,13 @@ class PieceEncoder:
             )
         return None
 
-    def _remember(self, left: str, text: str, piece: Piece) -> None:
+    def _remember(self, place: str, text: str, piece: Piece) -> None:
         with self._lock:
             # What this piece begins with is of no more use: it does as well.
             others = [
-                anchor for anchor in self._anchors if anchor[0] != left or not text.startswith(anchor[1])
+                anchor for anchor in self._anchors if anchor[0] != place or not text.startswith(anchor[1])
             ]
-            self._anchors = deque([(left, text, piece), *others])
+            self._anchors = deque([(place, text, piece), *others])
             total = sum(len(anchor[1]) for anchor in self._anchors)
             while len(self._anchors) > _MAX_ANCHORS or (total > _MAX_ANCHOR_CHARS and len(self._anchors) > 1):
                 total -= len(self._anchors.pop()[1])
@@ -252,6 +256,10 @@ class PieceEncoder:
             ]
         )
         return _Backend(tokenizer, stand_ins)
+
+
+def _place(left: str, scope: str) -> str:
+    return f"{scope}\0{left}" if scope else left
 
 
 def _around_prompt(tokenizer: Any) -> tuple[TokenArray, TokenArray]:

@@ -105,26 +105,31 @@ class HFTokenizer:
 
     # ------------------------------------------------------------ text to tokens
 
-    def encode(self, text: str) -> TokenArray:
+    def encode(self, text: str, *, scope: str = "") -> TokenArray:
         """Plain text to ids. Nothing is added, and no text ever becomes a special token."""
-        return self._pieces.encode(NO_NEIGHBOUR, text, NO_NEIGHBOUR)
+        return self._pieces.encode(NO_NEIGHBOUR, text, NO_NEIGHBOUR, scope=scope)
 
-    def encode_prompt(self, text: str) -> TokenArray:
+    def encode_prompt(self, text: str, *, scope: str = "") -> TokenArray:
         """Plain text to ids, with what the tokenizer itself puts around a prompt (BOS, where it does so)."""
-        return np.concatenate([self._before, self.encode(text), self._after])
+        return np.concatenate([self._before, self.encode(text, scope=scope), self._after])
 
-    def encode_rendered(self, rendered: Rendered) -> TokenArray:
+    def encode_rendered(self, rendered: Rendered, *, scope: str = "") -> TokenArray:
         """A rendered prompt to ids: its markers become exactly their tokens, all else is plain text.
 
-        Pieces of text that were encoded before are not encoded again; the result is the same.
+        Pieces of text that were encoded before in the same ``scope`` are not encoded again; the result is the
+        same.
 
         Raises:
             TemplateError: a marker is not a token of this model.
         """
-        return self.encode_runs(rendered, None)
+        return self.encode_runs(rendered, None, scope=scope)
 
     def encode_runs(
-        self, rendered: Rendered, known: Callable[[str, str], TokenArray | None] | None
+        self,
+        rendered: Rendered,
+        known: Callable[[str, str], TokenArray | None] | None,
+        *,
+        scope: str = "",
     ) -> TokenArray:
         """:meth:`encode_rendered`, but with the ids that ``known`` has for a text after a marker.
 
@@ -136,17 +141,20 @@ class HFTokenizer:
                 parts.append(self._marker_ids[run.text])
                 continue
             ids = known(run.left, run.text) if known is not None and not run.loses_end else None
-            parts.append(self._pieces.encode(run.left, run.text, run.right) if ids is None else ids)
+            if ids is None:
+                ids = self._pieces.encode(run.left, run.text, run.right, scope=scope)
+            parts.append(ids)
         return np.concatenate(parts)
 
-    def tail(self, rendered: Rendered) -> Tail:
+    def tail(self, rendered: Rendered, *, scope: str = "") -> Tail:
         """The text after a prompt's last marker: what is generated goes on from there."""
         last = Run("", 0, 0)
         for run in self._runs(rendered):
             last = Run("", 0, 0, left=self._marker_kinds[run.text]) if run.is_marker else run
-        return Tail(last.left, last.text, self._pieces.encode(last.left, last.text, NO_NEIGHBOUR))
+        ids = self._pieces.encode(last.left, last.text, NO_NEIGHBOUR, scope=scope)
+        return Tail(last.left, last.text, ids)
 
-    def encode_spans(self, rendered: Rendered) -> SpannedTokens:
+    def encode_spans(self, rendered: Rendered, *, scope: str = "") -> SpannedTokens:
         """:meth:`encode_rendered`, with the segment of every token.
 
         Raises:
@@ -158,7 +166,7 @@ class HFTokenizer:
                 ids.append(self._marker_ids[run.text])
                 segments.append(np.array([run.first], dtype=np.int32))
                 continue
-            piece = self._pieces.piece(run.left, run.text, run.right)
+            piece = self._pieces.piece(run.left, run.text, run.right, scope=scope)
             ends = np.cumsum([len(segment.text) for segment in rendered.segments[run.first : run.stop]])
             inside = np.searchsorted(ends, piece.starts, side="right")
             ids.append(piece.ids)
