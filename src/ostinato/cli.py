@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import click
 
-from . import __version__, cli_prompt
+from . import __version__, cli_prompt, cli_replay
 from .config import Settings, parse_size, tame_waiting_threads
 from .errors import ClientError, OstinatoError
 
@@ -271,3 +271,4 @@ def model_remove(name: str, **options: Any) -> None:
 
 main.add_command(cli_prompt.template)
 main.add_command(cli_prompt.prompt)
+main.add_command(cli_replay.replay)

@@ -408,6 +408,8 @@ class PrefixIndex:
         parent = leaf.parent
         assert parent is not None, "removed a root"
         self._leaves.drop(leaf)
+        if self._history is not None:
+            self._history.evicted(leaf.tag)
         del parent.children[leaf.tokens[:TOKEN_BYTES]]
         leaf.parent = None
         self.num_nodes -= 1

@@ -93,6 +93,14 @@ class HistoryPolicy(ABC):
     def scores(self, tags: Sequence[Any]) -> npt.NDArray[np.float64]:
         """One number a tag, the smallest is evicted first; constant between two calls of ``observe``."""
 
+    def spares(self, tag: Any) -> bool:
+        """Asked when it is a victim's turn: true gives it another chance, at the score it has then."""
+        return False
+
+    def evicted(self, tag: Any) -> None:
+        """The last of a node with this tag is gone."""
+        return
+
     @property
     @abstractmethod
     def size_bytes(self) -> int:
@@ -254,9 +262,13 @@ class ScoredQueue(VictimQueue[CandidateT]):
                     heappush(self._sorted, entry)
             while self._sorted:
                 candidate = self._waiting.pop(heappop(self._sorted)[1], None)
-                if candidate is not None:
-                    candidate.ticket = 0
+                if candidate is None:
+                    continue
+                candidate.ticket = 0
+                if not self._scorer.spares(candidate.tag):
                     return candidate
+                self.put(candidate)
+                break
         raise AssertionError("more blocks were said to be evictable than there are candidates for")
 
     def drop(self, candidate: CandidateT) -> None:

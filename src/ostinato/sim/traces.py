@@ -75,28 +75,32 @@ def read_mooncake(path: Path) -> Trace:
     return Trace(path.stem, MOONCAKE_BLOCK_TOKENS, tuple(requests))
 
 
-def in_units_of(trace: Trace, block_tokens: int) -> Trace:
-    """A trace of tokens as one of blocks: equal ids where equal prefixes of ``block_tokens`` tokens end."""
-    assert trace.unit_tokens == 1, "only tokens can be put into blocks"
-    ids: dict[tuple[int, bytes], int] = {}
-    requests: list[TraceRequest] = []
-    for request in trace.requests:
+class Blocks:
+    """Numbers prefixes of whole blocks, and the tail that is not one: equal ids where equal prefixes end."""
+
+    def __init__(self, block_tokens: int) -> None:
+        self.block_tokens = block_tokens
+        self._ids: dict[tuple[int, bytes], int] = {}
+
+    def of(self, trace: Trace) -> Trace:
+        """A trace of tokens as one of blocks; traces through the same numbering can be merged."""
+        assert trace.unit_tokens == 1, "only tokens can be put into blocks"
+        return Trace(trace.name, self.block_tokens, tuple(self._request(each) for each in trace.requests))
+
+    def _request(self, request: TraceRequest) -> TraceRequest:
         above, units = -1, []
-        for start in range(0, len(request.units), block_tokens):
-            key = (above, request.units[start : start + block_tokens].tobytes())
-            above = ids.setdefault(key, len(ids))
+        for start in range(0, len(request.units), self.block_tokens):
+            key = (above, request.units[start : start + self.block_tokens].tobytes())
+            above = self._ids.setdefault(key, len(self._ids))
             units.append(above)
-        requests.append(
-            TraceRequest(
-                request.time_s,
-                np.asarray(units, np.int32),
-                request.input_tokens,
-                request.output_tokens,
-                request.input_tokens % block_tokens != 0,
-                request.session,
-            )
+        return TraceRequest(
+            request.time_s,
+            np.asarray(units, np.int32),
+            request.input_tokens,
+            request.output_tokens,
+            request.input_tokens % self.block_tokens != 0,
+            request.session,
         )
-    return Trace(trace.name, block_tokens, tuple(requests))
 
 
 def merge_sessions(sessions: Sequence[Trace], starts_s: Sequence[float], name: str) -> Trace:

@@ -32,7 +32,7 @@ NUM_FEATURES = len(_SIZES)
 NUM_WEIGHTS = int(sum(_SIZES))
 
 
-def features_of(run: Run, is_last: bool) -> npt.NDArray[np.int64]:
+def features_of(run: Run, is_last: bool) -> npt.NDArray[np.int16]:
     """Indices of the weights that apply, one of each feature."""
     request = run.request
     num_blocks, turn = min(11, _log2(request.num_blocks)), request.turn
@@ -57,7 +57,7 @@ def features_of(run: Run, is_last: bool) -> npt.NDArray[np.int64]:
         uses * 16 + gap,
         int(run.uses == 1),
     )
-    return np.asarray(values + _STARTS, np.int64)
+    return np.asarray(values + _STARTS, np.int16)
 
 
 def _message(num_tokens: int, turn: int) -> int:

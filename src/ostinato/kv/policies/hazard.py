@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
+Indices = npt.NDArray[np.int16]
 
 
 def gittins(hazard: Floats, width_s: Floats) -> Floats:
@@ -90,7 +91,7 @@ class HazardRegression:
         self._grid = np.linspace(-6, 6, 61)
         self._worth: Floats = np.zeros((61, num_strata, self.num_bins))
 
-    def learn(self, features: Ints, strata: Ints, bins: Ints, is_reuse: bool, weight: Floats) -> None:
+    def learn(self, features: Indices, strata: Ints, bins: Ints, is_reuse: bool, weight: Floats) -> None:
         """One step from samples: a row of ``features`` (indices of weights) each, in its bin."""
         biases = self._num_weights + bins
         strata_biases = biases + self.num_bins * (1 + strata)
@@ -114,7 +115,7 @@ class HazardRegression:
         logit = self._grid[:, None, None] + bias + strata
         self._worth = gittins(1 / (1 + np.exp(-logit)), self._width_s)
 
-    def sums(self, features: Ints) -> Floats:
+    def sums(self, features: Indices) -> Floats:
         """The features' part of the logit, a row each."""
         return np.asarray(self._params[features].sum(1))
 

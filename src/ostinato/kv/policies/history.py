@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from ..policy import LRU, Candidate, HistoryPolicy, RequestHints, ScoredQueue, Use, VictimQueue
 
 _TOKEN_BYTES = 4
-_RUN_BYTES = 900  # a Run, its two stands, its entries in dicts and its row of the table; measured, rounded up
+# Measured, rounded up: a Run with its stands, its places in dicts and queues and its rows of tables; a name.
+_RUN_BYTES, _NAME_BYTES = 1600, 10
 
 
 @dataclass(eq=False, slots=True)
@@ -49,24 +50,28 @@ class Stand(Candidate):
 
 
 class Run:
-    """A run of blocks. ``order`` and ``older`` are the last two uses, ``slot`` its row in the tables."""
+    """Blocks in a row. ``order`` and ``older`` are its last two uses (0: none), ``slot`` a row of tables."""
 
     __slots__ = (
         "branches",
         "depth",
         "first_s",
+        "home",
         "is_part",
         "keys",
         "last_gap_s",
         "last_s",
+        "left_at",
         "num_children",
         "older",
         "order",
         "parent",
         "request",
         "slot",
+        "spare_uses",
         "stands",
         "uses",
+        "was_proven",
     )
 
     def __init__(self, keys: array[int], parent: Run | None, request: RequestRecord, slot: int) -> None:
@@ -82,7 +87,11 @@ class Run:
         self.first_s = self.last_s = request.time_s
         self.last_gap_s = -1.0
         self.is_part = False
-        self.stands = (Stand(self), Stand(self))
+        self.home = 0  # the list it is in, for policies of two lists; 0: in none
+        self.spare_uses = 0
+        self.was_proven = False
+        self.left_at = 0  # blocks evicted before it was
+        self.stands: tuple[Stand, ...] = (Stand(self), Stand(self))
 
 
 class History:
@@ -113,7 +122,7 @@ class History:
 
     @property
     def size_bytes(self) -> int:
-        return self.num_rows * _RUN_BYTES + self.num_blocks * 8
+        return self.num_rows * _RUN_BYTES + self.num_blocks * _NAME_BYTES
 
     def walk(self, keys: array[int]) -> tuple[list[Run], int]:
         """The known runs that ``keys`` run through, the last of them split where they part."""
@@ -165,11 +174,15 @@ class History:
                 run.parent.num_children -= 1
             self.num_blocks -= len(run.keys)
             self._free_rows.append(run.slot)
+            run.slot = 0  # the index may have blocks of it still: row 0 tells nothing of anybody
+            run.stands = ()  # no cycle: it goes at once
 
     def _split(self, lower: Run, at: int) -> Run:
         upper = Run(lower.keys[:at], lower.parent, lower.request, self.new_row())
         upper.depth, upper.uses, upper.branches, upper.num_children = lower.depth, lower.uses, 1, 1
         upper.order, upper.older = lower.order, lower.older
+        upper.home, upper.spare_uses, upper.left_at = lower.home, lower.spare_uses, lower.left_at
+        upper.was_proven = lower.was_proven
         upper.first_s, upper.last_s, upper.last_gap_s = lower.first_s, lower.last_s, lower.last_gap_s
         lower.keys, lower.parent, lower.depth = lower.keys[at:], upper, lower.depth + at
         self._first[upper.keys[0]] = upper

@@ -66,7 +66,7 @@ class Workload(HistoryPolicy):
         self._class: npt.NDArray[np.int64] = np.zeros(64, np.int64)
         self._stratum: npt.NDArray[np.int64] = np.zeros(64, np.int64)
         self._bin: npt.NDArray[np.int64] = np.zeros(64, np.int64)
-        self._features: npt.NDArray[np.int64] = np.zeros((64, NUM_FEATURES), np.int64)
+        self._features: npt.NDArray[np.int16] = np.zeros((64, NUM_FEATURES), np.int16)
         self._history.new_row()  # row 0 is the run that stands for "shorter than a block"
 
     # ------------------------------------------------------------ what the index asks

@@ -1,0 +1,97 @@
+"""The command line for the simulator: ``ostinato replay``."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from .config import Settings
+
+if TYPE_CHECKING:
+    from .sim.compare import Row
+    from .types import TokenArray
+
+
+@click.command()
+@click.argument("traces", nargs=-1, required=True, type=click.Path(path_type=Path, exists=True))
+@click.option("--policy", default="all", show_default=True, help="Names with commas between, or all.")
+@click.option("--capacity", help="Blocks, or shares of the distinct blocks: 5859,10000 or 5%,30%.")
+@click.option("--plot", is_flag=True, help="Draw the shares served.")
+@click.option("--png", type=click.Path(path_type=Path, dir_okay=False), help="Chart file (needs matplotlib).")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON, one object a line.")
+@click.option("--prefill-rate", type=float, default=400.0, show_default=True, help="Tokens/s, for TTFT.")
+@click.option("--faults", is_flag=True, help="Cancel, fail and jump in time; check the books at every event.")
+@click.option("--requests", type=int, default=500, show_default=True, help="Requests to play with --faults.")
+@click.option("--seed", type=int, default=0, show_default=True, help="For faults and session starts.")
+@click.option("--block-tokens", type=int, default=128, show_default=True, help="For sessions of text.")
+@click.option("--span", type=float, default=3600.0, show_default=True, help="Sessions start within: seconds.")
+def replay(traces: tuple[Path, ...], **options: Any) -> None:
+    """Replay TRACES (Mooncake JSONL, agent sessions) through the cache's books, without a model."""
+    from .sim.command import capacities_for, play_faults, policy_names, read_traces
+    from .sim.compare import compare
+    from .sim.show import print_rows, write_png
+
+    seed, names = options["seed"], policy_names(options["policy"])
+    read = read_traces(
+        traces,
+        encode=_prompt_encoder,
+        block_tokens=options["block_tokens"],
+        chance=random.Random(seed),
+        span_s=options["span"],
+    )
+    rows: list[Row] = []
+    is_shown = sys.stderr.isatty()
+    for trace in read:
+        sizes = capacities_for(trace, options["capacity"])
+        if options["faults"]:
+            made = play_faults(
+                trace, names, sizes[0], lambda: random.Random(seed), num_requests=options["requests"]
+            )
+            for counts in made:
+                click.echo(json.dumps(counts))
+            continue
+        rows += compare(
+            trace,
+            names,
+            sizes,
+            prefill_tokens_per_s=options["prefill_rate"],
+            on_row=_say if is_shown else _skip,
+        )
+    if options["as_json"]:
+        for row in rows:
+            click.echo(json.dumps(row.as_dict()))
+    elif rows:
+        print_rows(rows, with_chart=options["plot"])
+    if options["png"] and rows and not write_png(rows, options["png"]):
+        raise click.ClickException("no PNG without matplotlib; install it, or use --plot")
+
+
+def _say(row: Row) -> None:
+    click.secho(f"{row.trace}, {row.capacity:,} blocks, {row.policy}: {row.hit_rate:.1%}", dim=True, err=True)
+
+
+def _skip(row: Row) -> None:
+    return
+
+
+def _prompt_encoder() -> Callable[[str], TokenArray]:
+    """The default model's assembly and tokenizer, for recorded text; the model itself is not loaded."""
+    from .models.store import ModelStore
+    from .ports import SystemClock
+    from .sim.sessions import prompt_encoder
+
+    settings = Settings.from_environment(os.environ)
+    assert settings.store is not None
+    stored = ModelStore(settings.store).find(settings.model)
+    if stored is None:
+        raise click.ClickException(
+            f"sessions of text need a tokenizer: fetch one with: ostinato model fetch {settings.model}"
+        )
+    return prompt_encoder(stored.model.path, SystemClock())
