@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := $(VENV)/bin
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: help setup run demo test check format docs bench bench-prefix bench-serve bench-tiers lock clean
+.PHONY: help setup run demo test check format docs bench bench-assembly bench-prefix bench-serve bench-tiers lock clean
 
 help:  ## Show this
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  %-14s %s\n", $$1, $$2}'
@@ -50,6 +50,9 @@ bench-prefix: setup  ## Prefix reuse against plain transformers
 
 bench-tiers: setup  ## The shared tier: bandwidth, restart, what it costs
 	$(BIN)/python benchmarks/tiers.py
+
+bench-assembly: setup  ## One more turn of a long conversation, and agent sessions, to token ids
+	$(BIN)/python benchmarks/assembly.py
 
 bench-serve: setup  ## What the server adds to the engine
 	$(BIN)/python benchmarks/serve.py

@@ -100,7 +100,8 @@ def main() -> None:
     strategies: dict[str, TrimRules | None] = {
         "no budget": None,
         "drop": TrimRules(BUDGET_TOKENS, "drop"),
-        "shorten": TrimRules(BUDGET_TOKENS, "shorten"),
+        "shorten 1": TrimRules(BUDGET_TOKENS, "shorten", low_water=1.0),
+        "shorten 0.5": TrimRules(BUDGET_TOKENS, "shorten", low_water=0.5),
         "sticky 0.75": TrimRules(BUDGET_TOKENS, "sticky", low_water=0.75),
         "sticky 0.5": TrimRules(BUDGET_TOKENS, "sticky", low_water=0.5),
         "sticky 0.25": TrimRules(BUDGET_TOKENS, "sticky", low_water=0.25),
