@@ -32,6 +32,7 @@ import numpy as np
 
 import ostinato
 from common import finish, pairs, ratio, spread
+from ostinato.config import tame_waiting_threads
 from ostinato.kv.hashing import Namespace, block_keys
 from ostinato.kv.tiers.base import Outcome
 from ostinato.kv.tiers.shared import SharedTier
@@ -185,6 +186,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=4000)
     parser.add_argument("--quick", action="store_true", help="leave out what needs the default model")
     options = parser.parse_args()
+    tame_waiting_threads(os.environ)
     shm = Path("/dev/shm")
     details: dict[str, object] = bandwidth(options.folder or (shm if shm.is_dir() else None), options.rounds)
     headline = {name: details[name]["median"] for name in ("read_ratio", "write_ratio")}  # type: ignore[index]
