@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import operator
 import os
 import secrets
 from collections.abc import AsyncIterator, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
+from contextlib import aclosing
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeAlias
@@ -92,13 +94,16 @@ class Engine:
 
     async def achat(self, conversation: ConversationLike, **options: Any) -> Reply:
         """:meth:`chat` for asyncio."""
-        prepared = self._prepare(_conversation(conversation), options)
-        chunks = [chunk async for chunk in self.runtime.stream(prepared)]
+        chunks = [chunk async for chunk in self.astream(conversation, **options)]
         return _collect(iter(chunks))
 
-    def astream(self, conversation: ConversationLike, **options: Any) -> AsyncIterator[Chunk]:
-        """:meth:`stream` for asyncio."""
-        return self.runtime.stream(self._prepare(_conversation(conversation), options))
+    async def astream(self, conversation: ConversationLike, **options: Any) -> AsyncIterator[Chunk]:
+        """:meth:`stream` for asyncio; what is wrong with the request is raised by the first step."""
+        # Off the loop: a long prompt takes seconds to tokenise.
+        prepared = await asyncio.to_thread(lambda: self._prepare(_conversation(conversation), options))
+        async with aclosing(self.runtime.stream(prepared)) as chunks:
+            async for chunk in chunks:
+                yield chunk
 
     def complete(self, prompt: str | SequenceOf[int], **options: Any) -> Reply:
         """Continue a raw prompt, given as text or as token ids."""

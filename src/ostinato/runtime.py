@@ -12,7 +12,7 @@ import logging
 import math
 import threading
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from queue import SimpleQueue
@@ -397,7 +397,7 @@ class Runtime:
         finally:
             handle.cancel()
 
-    async def stream(self, prepared: Prepared) -> AsyncIterator[Chunk]:
+    async def stream(self, prepared: Prepared) -> AsyncGenerator[Chunk, None]:
         """The same for asyncio; closing the iterator or cancelling its task cancels the request at once."""
         loop = asyncio.get_running_loop()
         chunks: deque[Chunk] = deque()

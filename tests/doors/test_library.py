@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import shutil
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -324,3 +326,42 @@ def test_a_stop_string_in_what_was_held_back_until_the_end(engine: ostinato.Engi
     assert engine.chat(TALK, **options).text == "\ufffd"
     stopped = engine.chat(TALK, stop="\ufffd", **options).choices[0]
     assert (stopped.text, stopped.finish_reason, stopped.stop_reason) == ("", "stop", "\ufffd")
+
+
+async def test_a_long_prompt_does_not_hold_up_the_event_loop(
+    engine: ostinato.Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop_thread = threading.get_ident()
+    prepare, threads = engine.runtime.prepare, list[int]()
+
+    def recorded(request: Any) -> Any:
+        threads.append(threading.get_ident())
+        return prepare(request)
+
+    monkeypatch.setattr(engine.runtime, "prepare", recorded)
+    await engine.achat(TALK, **OPTIONS)
+    async for _ in engine.astream(TALK, **OPTIONS):
+        pass
+    assert len(threads) == 2
+    assert loop_thread not in threads
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+def test_in_a_forked_process_the_engine_says_that_it_is_not_there(folder: Path) -> None:
+    code = f"""
+import os, ostinato
+with ostinato.load({str(folder)!r}, kv_cache=1 << 20) as engine:
+    engine.chat("Hello", max_tokens=2)
+    if child := os.fork():
+        _, status = os.waitpid(child, 0)
+        assert engine.chat("Hello", max_tokens=2).usage.completion_tokens
+        raise SystemExit(os.waitstatus_to_exitcode(status))
+    try:
+        engine.chat("Hello", max_tokens=2)
+    except ostinato.ServerError:
+        os._exit(7)
+"""
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 7, done.stderr

@@ -115,6 +115,17 @@ def test_the_second_turn_costs_only_its_new_tokens(served: Served) -> None:
     assert fresh.choices[0].message.content == second.choices[0].message.content
 
 
+@pytest.mark.parametrize("temperature", [5e-324, 1e-40, 1e-6])
+def test_no_temperature_harms_another_request(served: Served, temperature: float) -> None:
+    expected = served.ask(max_tokens=40).choices[0].message.content
+    stream = served.ask(max_tokens=40, stream=True)
+    pieces = [next(stream)]
+    cold = served.ask(temperature=temperature, seed=1).choices[0].message.content
+    assert cold == served.ask().choices[0].message.content
+    pieces += stream
+    assert "".join(e.choices[0].delta.content or "" for e in pieces) == expected
+
+
 def test_a_stream_is_the_plain_answer_in_pieces(served: Served) -> None:
     plain = served.ask()
     pieces = list(served.ask(stream=True, stream_options={"include_usage": True}))

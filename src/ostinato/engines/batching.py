@@ -201,8 +201,8 @@ class Batcher:
         """
         now = self._clock.monotonic()
         with self._wake:
-            if self._stopping:
-                raise ShuttingDownError("the engine has stopped; start it again")
+            if not self.is_alive:  # also in a process forked from the engine's: threads stay behind
+                raise ShuttingDownError("the engine does not run in this process; start it again")
             num_waiting = len(self._waiting) + len(self._inbox)
             if num_waiting + len(sequences) > self._settings.max_waiting:
                 raise QueueFullError(
