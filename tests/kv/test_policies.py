@@ -175,6 +175,25 @@ def test_the_size_that_is_told_is_not_less_than_the_memory_taken():
     assert 0.4 * policy.size_bytes < taken < policy.size_bytes
 
 
+@pytest.mark.parametrize("name", ["lru", "fifo", "lfu", "lru-2", "lirs", "workload"])
+def test_a_chain_that_was_closed_goes_first_and_a_use_revokes_it(name):
+    manager = manager_with(name, 13)
+    for _ in range(2):
+        for start in (100, 200, 300):
+            serve(manager, 0, start, start + 1, start + 2)
+    wrong, right = np.array([0, 200, 201, 202], np.int32), np.array([0, 300, 301, 302], np.int32)
+    assert manager.demote(SPACE, right) == 3  # not the token that others share
+    assert manager.demote(SPACE, wrong) == 3
+    serve(manager, 0, 200, 201, 202, 203)
+    manager.check_integrity()
+    serve(manager, 7, 8, 9, 10, 11)
+    manager.check_integrity()
+    assert cached(manager, 0, 300, 301, 302) == 1
+    assert cached(manager, 0, 200, 201, 202) == 4
+    assert cached(manager, 0, 100, 101, 102) == 4
+    assert manager.demote(SPACE, np.array([99], np.int32)) == 0
+
+
 # ---------------------------------------------------------------- ours
 
 

@@ -9,7 +9,7 @@ from made_traces import conversations, recorded
 from ostinato.kv.policies import POLICY_NAMES, make_policy
 from ostinato.kv.policy import LRU
 from ostinato.sim.optimum import optimum_hits
-from ostinato.sim.replay import ReplayClock, replay
+from ostinato.sim.replay import ReplayClock, never_continued, replay
 from ostinato.sim.traces import TraceRequest, read_mooncake
 
 
@@ -94,3 +94,12 @@ def test_a_request_longer_than_the_pool_is_not_kept():
 def test_a_replay_is_the_same_every_time(name):
     trace = conversations(5, 300)
     assert played(name, trace, 80).hits == played(name, trace, 80).hits
+
+
+@pytest.mark.parametrize("name", ["lru", "workload"])
+def test_a_true_hint_serves_more(name):
+    trace = conversations(6, 1500)
+    is_last = never_continued(trace.requests)
+    assert 0.3 < sum(is_last) / len(is_last) < 0.9
+    plain, hinted = played(name, trace, 80), played(name, trace, 80, is_last=is_last)
+    assert sum(plain.hits) * 1.1 < sum(hinted.hits) <= sum(optimum_hits(trace.requests, 80))

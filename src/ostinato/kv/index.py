@@ -162,6 +162,28 @@ class PrefixIndex:
             self._touch(node, rank)
         return self._assemble(path, min(found, max_tokens))
 
+    def demote(self, namespace: str, tokens: bytes) -> int:
+        """What only ``tokens`` ran through goes before all else, until it is used again; returns its tokens.
+
+        That is the end of their path up to where another prompt parts from it.
+        """
+        tree = self._trees.get(namespace)
+        path = [] if tree is None else self._walk(tree.root, tokens)[0]
+        num_tokens = 0
+        if not path or path[-1].children:
+            return 0
+        for node in reversed(path):
+            if len(node.children) > 1:
+                break
+            node.last_used = node.inserted = node.num_uses = 0
+            num_tokens += node.num_tokens
+            if self._history is not None:
+                self._history.demote(node.tag)
+            self._leaves.refresh(node)
+        if isinstance(self._leaves, ScoredQueue):
+            self._leaves.observed()
+        return num_tokens
+
     def num_tokens_in(self, namespace: str) -> int:
         """Tokens findable in one namespace."""
         tree = self._trees.get(namespace)
@@ -465,6 +487,7 @@ class PrefixIndex:
 
     def _touch(self, node: Node, rank: int) -> None:
         node.last_used = rank
+        node.inserted = node.inserted or rank  # 0: it was said that it would not come back
         if not node.children:
             self._leaves.put(node)
 

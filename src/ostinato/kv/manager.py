@@ -100,6 +100,15 @@ class KVManager:
         with self._lock:
             return min(self._index.peek(namespace.digest, data), max(0, len(tokens) - 1))
 
+    def demote(self, namespace: Namespace, tokens: TokenArray) -> int:
+        """A hint: this sequence will not go on (its session was closed, its branch lost, its user left).
+
+        What only it ran through is evicted before all else, unless it is used again: a wrong hint costs at
+        most its own entries. Held blocks stay. Returns how many tokens it moved.
+        """
+        with self._lock:
+            return self._index.demote(namespace.digest, _as_bytes(tokens))
+
     def clear(self, namespace: Namespace | None = None) -> int:
         """Drops everything evictable, of one namespace or of all; returns how many blocks became free."""
         with self._lock:

@@ -97,6 +97,10 @@ class HistoryPolicy(ABC):
         """Asked when it is a victim's turn: true gives it another chance, at the score it has then."""
         return False
 
+    def demote(self, tag: Any) -> None:
+        """Whoever used it says that it will not come back. To believe it for good would make lies dear."""
+        return
+
     def evicted(self, tag: Any) -> None:
         """The last of a node with this tag is gone."""
         return

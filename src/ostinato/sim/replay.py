@@ -56,10 +56,12 @@ def replay(
     *,
     unit_tokens: int,
     on_request: Callable[[KVManager], None] | None = None,
+    is_last: Sequence[bool] | None = None,
 ) -> Replayed:
     """Each request in turn is looked up, inserted whole and let go, in a pool of ``capacity`` units.
 
     A request longer than the pool is computed and not kept. ``clock`` is the one the policy was made with.
+    ``is_last``: after which requests the caller says that this sequence will not go on.
     """
     result = Replayed(capacity)
 
@@ -68,16 +70,30 @@ def replay(
             result.num_evicted += event.num_blocks
 
     manager = KVManager(capacity, 1, policy=policy, observer=observe)
-    for request in requests:
+    for number, request in enumerate(requests):
         clock.time_s = max(clock.time_s, request.time_s)
         hit = serve(manager, request.units, hints_of(request))
         result.hits.append(hit)
         result.refs.append(len(request.units))
         result.hit_tokens += min(hit * unit_tokens, request.input_tokens)
         result.input_tokens += request.input_tokens
+        if is_last is not None and is_last[number]:
+            manager.demote(_NAMESPACE, request.units)
         if on_request is not None:
             on_request(manager)
     return result
+
+
+def never_continued(requests: Sequence[TraceRequest]) -> list[bool]:
+    """The perfect hint: whether no later request goes on from the last full unit of this one."""
+    later: set[int] = set()
+    found: list[bool] = []
+    for request in reversed(requests):
+        units = request.units.tolist()
+        at = len(units) - 2 if request.has_part_block and len(units) > 1 else len(units) - 1
+        found.append(units[at] not in later)
+        later.update(units)
+    return found[::-1]
 
 
 def hints_of(request: TraceRequest) -> RequestHints:

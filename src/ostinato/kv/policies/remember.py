@@ -63,10 +63,13 @@ class Remembering(HistoryPolicy):
     def size_bytes(self) -> int:
         return self._history.size_bytes
 
+    def demote(self, tag: Run) -> None:
+        tag.order, tag.older = -self._order, 0  # before all that was used once
+
     def _use(self, run: Run, request: RequestRecord) -> None:
         run.request = request
         run.uses += 1
-        run.older, run.order = run.order, self._order
+        run.older, run.order = max(0, run.order), self._order
         self._used(run)
 
     def _used(self, run: Run) -> None:

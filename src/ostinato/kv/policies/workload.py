@@ -63,11 +63,13 @@ class Workload(HistoryPolicy):
         self._order_of: Floats = np.zeros(64)
         self._blocks: Floats = np.zeros(64)  # 0: the row is free
         self._sums: Floats = np.zeros(64)
+        self._hope: Floats = np.ones(64)  # 0: a hint said that it will not come back
         self._class: npt.NDArray[np.int64] = np.zeros(64, np.int64)
         self._stratum: npt.NDArray[np.int64] = np.zeros(64, np.int64)
         self._bin: npt.NDArray[np.int64] = np.zeros(64, np.int64)
         self._features: npt.NDArray[np.int16] = np.zeros((64, NUM_FEATURES), np.int16)
         self._history.new_row()  # row 0 is the run that stands for "shorter than a block"
+        self._learn()  # what is assumed before anything was seen
 
     # ------------------------------------------------------------ what the index asks
 
@@ -109,7 +111,7 @@ class Workload(HistoryPolicy):
     def scores(self, tags: Sequence[Run]) -> Floats:
         if self.guard.is_fallen_back:
             rows = np.fromiter((run.slot for run in tags), np.intp, len(tags))
-            return self._order_of[rows]
+            return self._order_of[rows] * self._hope[rows]
         return self.worth(tags)
 
     def worth(self, runs: Sequence[Run]) -> Floats:
@@ -118,7 +120,10 @@ class Workload(HistoryPolicy):
         ages_s = self._now_s - self._last_s[rows]
         by_table = self._tables.worth(self._class[rows], ages_s)
         by_weights = self._regression.worth(self._sums[rows], self._stratum[rows], ages_s)
-        return np.asarray(by_table * by_weights)
+        return np.asarray(by_table * by_weights * self._hope[rows])
+
+    def demote(self, tag: Run) -> None:
+        self._hope[tag.slot] = 0.0
 
     @property
     def size_bytes(self) -> int:
@@ -180,6 +185,7 @@ class Workload(HistoryPolicy):
         self._order_of[row] = run.order
         self._blocks[row] = len(run.keys)
         self._bin[row] = 0
+        self._hope[row] = 1.0
         self._class[row] = class_of(run)
         self._stratum[row] = stratum_of(run)
         self._features[row] = features_of(run, is_last)
@@ -225,6 +231,7 @@ class Workload(HistoryPolicy):
             self._last_s,
             self._order_of,
             self._sums,
+            self._hope,
             self._class,
             self._stratum,
             self._bin,
@@ -250,6 +257,7 @@ class Workload(HistoryPolicy):
         self._last_s, self._order_of = _grown(self._last_s, size), _grown(self._order_of, size)
         self._blocks, self._sums = _grown(self._blocks, size), _grown(self._sums, size)
         self._class, self._stratum = _grown(self._class, size), _grown(self._stratum, size)
+        self._hope = _grown(self._hope, size)
         self._bin, self._features = _grown(self._bin, size), _grown(self._features, size)
 
 
