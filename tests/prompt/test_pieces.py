@@ -315,6 +315,10 @@ def test_what_is_remembered_for_one_tenant_is_not_looked_up_for_another(
             asked.append(text)
             return self._backend.encode(text, **options)
 
+        def encode_batch(self, texts: list[str], **options: Any) -> Any:
+            asked.extend(texts)
+            return self._backend.encode_batch(texts, **options)
+
     encoder = tokenizer._pieces
     counting = replace(encoder._backend, tokenizer=Counting(encoder._backend.tokenizer))
     encoder._backend = encoder._suffix_backend = counting

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
+import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -336,3 +339,22 @@ def test_memory_is_bounded_and_forgets_the_oldest() -> None:
     assert memo.get(("", "x" * 9_000, "")) is None
     memo.put(("", "piece 0", ""), ids)
     assert memo.size_bytes <= 10_000
+
+
+def test_other_threads_run_while_a_long_text_is_encoded(tokenizers: Callable[[str], HFTokenizer]) -> None:
+    tokenizer, ticks, done = tokenizers(next(iter(KINDS))), list[float](), threading.Event()
+
+    def tick() -> None:
+        while not done.wait(0.001):
+            ticks.append(time.perf_counter())
+
+    ticker = threading.Thread(target=tick)
+    ticker.start()
+    began = time.perf_counter()
+    tokenizer.encode("no end of it " * 60_000)
+    ended = time.perf_counter()
+    done.set()
+    ticker.join()
+    edges = [began, *(moment for moment in ticks if began < moment < ended), ended]
+    # Turning the result into Python's own values does hold the others up.
+    assert max(b - a for a, b in itertools.pairwise(edges)) < 0.6 * (ended - began)

@@ -142,7 +142,7 @@ class PieceEncoder:
     def _plain_ids(self, left: str, text: str, right: str) -> list[int]:
         backend = self._backend_for(text)
         before, after = backend.stand_ins.get(left, ""), backend.stand_ins.get(right, "")
-        ids: list[int] = backend.tokenizer.encode(before + text + after, add_special_tokens=False).ids
+        ids: list[int] = _encoded(backend.tokenizer, before + text + after).ids
         ids = ids[self._edge(ids, before, after)]
         if self._guarded.isdisjoint(ids):
             return ids
@@ -150,7 +150,7 @@ class PieceEncoder:
 
     def _encode(self, backend: _Backend, left: str, text: str, right: str) -> Piece:
         before, after = backend.stand_ins.get(left, ""), backend.stand_ins.get(right, "")
-        encoding = backend.tokenizer.encode(before + text + after, add_special_tokens=False)
+        encoding = _encoded(backend.tokenizer, before + text + after)
         inside = self._edge(encoding.ids, before, after)
         ids, spans = encoding.ids[inside], encoding.offsets[inside]
         if not self._guarded.isdisjoint(ids):
@@ -256,6 +256,17 @@ class PieceEncoder:
             ]
         )
         return _Backend(tokenizer, stand_ins)
+
+
+def _encoded(tokenizer: Any, text: str) -> Any:
+    """``tokenizer.encode``; of a long text by way of a batch, which alone lets other threads run meanwhile.
+
+    Without that a prompt of megabytes, far too long for any model, stops every thread for seconds: the event
+    loop, and the engine with all that it generates.
+    """
+    if len(text) < _LONG_CHARS:
+        return tokenizer.encode(text, add_special_tokens=False)
+    return tokenizer.encode_batch([text], add_special_tokens=False)[0]
 
 
 def _place(left: str, scope: str) -> str:
