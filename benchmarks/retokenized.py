@@ -4,7 +4,7 @@ Physics. A tokenizer takes one way to write a text in tokens, a model may take a
 rarely chosen greedily, and more often the higher the temperature. From the first token that differs on, the
 KV of the answer's generation cannot be used for the next turn.
 
-225 questions, answers of at most 32 tokens, greedy and at temperatures 1 and 1.5, made by transformers in
+200 questions, answers of at most 32 tokens, greedy and at temperatures 1 and 1.5, made by transformers in
 batches. An answer counts as different when the conversation with the answer's text in it, assembled anew,
 does not begin with the prompt's tokens and the generated ones. `lost_share` is the part of all generated
 tokens that stands behind such a place. The last line is JSON.
@@ -36,7 +36,7 @@ ABOUT = (
     *("Tokyo", "the verb to be", "ice", "HTTP 404", "bread", "a violin", "prime numbers", "Markdown", "snow"),
 )  # fmt: skip
 MAX_TOKENS = 32
-BATCH = 225
+BATCH = 200
 
 
 def generate(model: Any, prompts: list[list[int]], temperature: float, pad: int) -> list[list[int]]:
