@@ -2,6 +2,7 @@
 VENV ?= .venv
 PYTHON ?= python3
 BIN := $(VENV)/bin
+MAKEFLAGS += --no-print-directory
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
 .PHONY: help setup run demo test check format docs bench bench-assembly bench-prefix bench-serve bench-policies bench-tiers lock clean
