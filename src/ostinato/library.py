@@ -21,6 +21,7 @@ from .runtime import Prepared, Runtime
 from .types import Chunk, Conversation, FinishReason, GenerationRequest, Message, SamplingParams, Usage
 
 if TYPE_CHECKING:
+    from .engines.base import RunnerInfo
     from .engines.runners import PagedRunner
     from .engines.worker import Worker
     from .kv.transfer import TierLink
@@ -207,18 +208,7 @@ def _start(
         device=settings.device,
         max_model_len=settings.max_model_len,
     )
-    info = loaded.info
-    block_bytes = info.kv_bytes_per_token * settings.block_size
-    # A model without reuse keeps its state itself: blocks then only count tokens.
-    num_blocks = settings.kv_cache // block_bytes if block_bytes else info.max_model_len
-    most_blocks = (2**31 - 1) // settings.block_size  # slots are numbered in 32 bits
-    num_blocks = min(num_blocks, most_blocks)
-    if num_blocks < 2:
-        raise ParameterError(
-            f"kv_cache is {settings.kv_cache} bytes, but two blocks of this model need {2 * block_bytes}: "
-            "raise it",
-            param="kv_cache",
-        )
+    info, num_blocks = loaded.info, _num_blocks(settings, loaded.info)
     runtime: Runtime
 
     manager = KVManager(num_blocks, settings.block_size, observer=lambda event: runtime.observe(event))
@@ -227,7 +217,7 @@ def _start(
             PagedRunner(loaded, num_blocks * settings.block_size) if info.reuse else StatefulRunner(loaded)
         )
     except RuntimeError as error:  # torch has no kind of its own for "out of memory" on a CPU
-        size_gib = num_blocks * block_bytes / 2**30
+        size_gib = num_blocks * settings.block_size * info.kv_bytes_per_token / 2**30
         raise ParameterError(
             f"there is no memory for {size_gib:.1f} GiB of KV: lower kv_cache", param="kv_cache"
         ) from error
@@ -260,6 +250,21 @@ def _start(
         clock=clock,
     )
     return runtime
+
+
+def _num_blocks(settings: Settings, info: RunnerInfo) -> int:
+    """How many blocks the KV capacity makes."""
+    block_bytes = info.kv_bytes_per_token * settings.block_size
+    # A model without reuse keeps its state itself: blocks then only count tokens.
+    num_blocks = settings.kv_cache // block_bytes if block_bytes else info.max_model_len
+    num_blocks = min(num_blocks, (2**31 - 1) // settings.block_size)  # slots are numbered in 32 bits
+    if num_blocks < 2:
+        raise ParameterError(
+            f"kv_cache is {settings.kv_cache} bytes, but two blocks of this model need {2 * block_bytes}: "
+            "raise it",
+            param="kv_cache",
+        )
+    return num_blocks
 
 
 def _tier_link(settings: Settings, runner: PagedRunner, clock: Clock) -> TierLink | None:
