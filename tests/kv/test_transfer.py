@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -44,9 +44,9 @@ class SlowTier(SharedTier):
 
     gate: threading.Event
 
-    def store(self, key: BlockKey, parts: list[memoryview]) -> Outcome:
+    def store_all(self, blocks: Sequence[tuple[BlockKey, Sequence[memoryview]]]) -> list[Outcome]:
         assert self.gate.wait(10)
-        return super().store(key, parts)
+        return super().store_all(blocks)
 
 
 @pytest.fixture

@@ -26,6 +26,7 @@ from .tiers.base import Outcome, Tier
 
 _SMOOTHING = 0.2
 _STALE_BATCH = 64
+STORE_BATCH = 8
 
 
 class BlockCodec(Protocol):
@@ -136,20 +137,22 @@ class WriteBack:
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._queue or self._is_closing)
-                if not self._queue:
-                    return
-                chain, place, buffer = self._queue.popleft()
-            outcome = self._tier.store(chain[place], [buffer])
+                batch = [self._queue.popleft() for _ in range(min(len(self._queue), STORE_BATCH))]
+                following = self._queue[0] if self._queue else None
+            if not batch:
+                return
+            outcomes = self._tier.store_all([(chain[place], [buffer]) for chain, place, buffer in batch])
+            for (chain, place, _), after in zip(batch, [*batch[1:], following], strict=True):
+                if after is None or after[1] != place + 1:
+                    # The end of what came in one piece: leaves must not outrank their roots for long.
+                    self._tier.touch(chain[: place + 1])
             with self._changed:
-                is_end = not self._queue or self._queue[0][1] != place + 1
-            if is_end:  # of what came in one piece: leaves must not outrank their roots for long
-                self._tier.touch(chain[: place + 1])
-            with self._changed:
-                if outcome in (Outcome.STORED, Outcome.KNOWN):
-                    self.counters.stored += 1
-                else:
-                    self.counters.not_stored += 1
-                self._give_back(buffer)
+                for outcome, (_, _, buffer) in zip(outcomes, batch, strict=True):
+                    if outcome in (Outcome.STORED, Outcome.KNOWN):
+                        self.counters.stored += 1
+                    else:
+                        self.counters.not_stored += 1
+                    self._give_back(buffer)
 
     def _give_back(self, buffer: memoryview) -> None:
         self._spare.append(buffer)

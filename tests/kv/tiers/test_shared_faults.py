@@ -268,3 +268,19 @@ def test_threads_share_a_store(any_folder: Path) -> None:
     found = store.check_integrity()
     assert found.num_writing == found.num_bad_payloads == 0
     store.close()
+
+
+def test_of_several_stored_at_once_each_has_its_own_outcome(any_folder: Path) -> None:
+    store = open_store(any_folder)
+    assert store.store(KEYS[1], pieces(payload(KEYS[1], SLOT))) is Outcome.STORED
+    order = [KEYS[0], KEYS[1], KEYS[2], KEYS[2]]
+    outcomes = store.store_all([(key, pieces(payload(key, SLOT))) for key in order])
+    assert outcomes == [Outcome.STORED, Outcome.KNOWN, Outcome.STORED, Outcome.PENDING]
+    assert store.lookup(KEYS) == Found(3, Status.MISS)
+    assert load_all(store) == 3
+    # More at once than there are slots: those that are being written are nobody's victims.
+    others = chain(9, SLOTS + 3)
+    outcomes = store.store_all([(key, pieces(payload(key, SLOT))) for key in others])
+    assert outcomes == [Outcome.STORED] * SLOTS + [Outcome.FULL] * 3
+    assert store.check_integrity().num_ready == SLOTS
+    store.close()

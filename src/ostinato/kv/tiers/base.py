@@ -71,6 +71,9 @@ class Tier(Protocol):
     def store(self, key: BlockKey, parts: Sequence[memoryview]) -> Outcome:
         """Stores a payload given in pieces; findable only once it is complete."""
 
+    def store_all(self, blocks: Sequence[tuple[BlockKey, Sequence[memoryview]]]) -> list[Outcome]:
+        """Stores several blocks, in order; what becomes of one does not depend on the others."""
+
     def touch(self, keys: Sequence[BlockKey]) -> None:
         """Marks a chain as used, its last block least, so that leaves go before roots."""
 

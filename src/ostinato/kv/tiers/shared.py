@@ -119,22 +119,23 @@ class SharedTier:
     def lookup(self, keys: Sequence[BlockKey]) -> Found:
         """How many of ``keys``, a chain from its root, are here; they count as used."""
         hits: list[int] = []
-        status = Status.HIT
-        for key in keys:
-            record = self._record(key.hash)
-            if record is None or record.version != self._version or not record.is_of(key):
-                status = Status.MISS
-                break
-            if record.state == WRITING:
-                status = Status.MISS if self._is_abandoned(record) else Status.PENDING
-                break
-            hits.append(record.slot)
+        status = Status.MISS
+        with suppress(lmdb.Error), self._reading() as txn:
+            for key in keys:
+                record = self._record(txn, key.hash)
+                if record is None or record.version != self._version or not record.is_of(key):
+                    break
+                if record.state == WRITING:
+                    status = Status.MISS if self._is_abandoned(record) else Status.PENDING
+                    break
+                hits.append(record.slot)
         self._use(hits)
-        return Found(len(hits), status)
+        return Found(len(hits), Status.HIT if len(hits) == len(keys) else status)
 
     def touch(self, keys: Sequence[BlockKey]) -> None:
-        records = (self._record(key.hash) for key in keys)
-        self._use([r.slot for r in records if r is not None and r.state == READY])
+        with suppress(lmdb.Error), self._reading() as txn:
+            records = [self._record(txn, key.hash) for key in keys]
+            self._use([r.slot for r in records if r is not None and r.state == READY])
 
     def load(self, key: BlockKey, into: memoryview) -> bool:
         """Copies the payload of ``key`` into ``into``, a writable buffer of bytes of exactly its length.
@@ -174,87 +175,128 @@ class SharedTier:
     def _read_slot(self, slot: int, into: memoryview) -> bytes:
         return self._slab.read(slot * self.slot_bytes, into)
 
-    def _data(self, name: bytes) -> bytes | None:
+    def _reading(self) -> lmdb.Transaction:
         assert os.getpid() == self._pid, "a shared tier was used across a fork"
-        with self._env.begin() as txn:
+        return self._env.begin()
+
+    def _data(self, name: bytes) -> bytes | None:
+        with self._reading() as txn:
             return _get(txn, name, self._blocks)
 
-    def _record(self, name: bytes) -> Record | None:
-        try:
-            data = self._data(name)
-        except lmdb.Error:
-            return None
+    def _record(self, txn: lmdb.Transaction, name: bytes) -> Record | None:
+        data = _get(txn, name, self._blocks)
         return None if data is None else decode(name, data, self.num_slots)
 
     # ------------------------------------------------------------ writing
 
     def store(self, key: BlockKey, parts: Sequence[memoryview]) -> Outcome:
         """Stores a payload given as contiguous pieces of bytes. ``FULL`` also where the disk is."""
-        num_bytes = sum(len(part) for part in parts)
-        assert 0 < num_bytes <= self.slot_bytes, f"a payload of {num_bytes} bytes, slots of {self.slot_bytes}"
-        outcome = self._store(key, parts, num_bytes)
-        self.counters.outcomes[outcome] += 1
-        return outcome
+        return self.store_all([(key, parts)])[0]
 
-    def _store(self, key: BlockKey, parts: Sequence[memoryview], num_bytes: int) -> Outcome:
+    def store_all(self, blocks: Sequence[tuple[BlockKey, Sequence[memoryview]]]) -> list[Outcome]:
+        """Stores several, each by itself found or not; the index is asked twice for all of them."""
+        for _, parts in blocks:
+            size = _num_bytes(parts)
+            assert 0 < size <= self.slot_bytes, f"a payload of {size} bytes, slots of {self.slot_bytes}"
+        outcomes = [Outcome.FULL] * len(blocks)
+        prepared = self._prepare_all(blocks)
         try:
-            record = self._prepare(key, num_bytes)
-            if isinstance(record, Outcome):
-                return record
-            try:
-                checksum = self._slab.write(record.slot * self.slot_bytes, parts)
-                return self._publish(key, replace(record, state=READY, checksum=checksum))
-            finally:
-                self._writing.discard(record.generation)
-                # Still filed as being written: it did not get through, and nobody will go on with it.
-                left = self._data(key.hash)
-                found = None if left is None else decode(key.hash, left, self.num_slots)
-                if left and found and found.state == WRITING and found.generation == record.generation:
-                    self._forget(key.hash, left)
-        except (OSError, lmdb.Error):
-            return Outcome.FULL
+            written = [
+                self._write(record, parts) if isinstance(record, Record) else record
+                for record, (_, parts) in zip(prepared, blocks, strict=True)
+            ]
+            outcomes = self._publish_all([key for key, _ in blocks], written)
+        finally:
+            for record, outcome, (key, _) in zip(prepared, outcomes, blocks, strict=True):
+                if isinstance(record, Record):
+                    self._writing.discard(record.generation)
+                    if outcome is not Outcome.STORED:
+                        self._give_up(key, record)
+        for outcome in outcomes:
+            self.counters.outcomes[outcome] += 1
+        return outcomes
 
-    def _prepare(self, key: BlockKey, num_bytes: int) -> Record | Outcome:
-        with self._env.begin(write=True) as txn:
-            data = _get(txn, key.hash, self._blocks)
-            known = None if data is None else decode(key.hash, data, self.num_slots)
-            if known is not None and known.state == READY and known.version >= self._version:
-                return Outcome.KNOWN
-            if known is not None and known.state == WRITING and not self._is_abandoned(known):
-                return Outcome.PENDING
-            if data is not None:
-                self._drop(txn, key.hash, data)
-            slot = self._take_slot(txn)
-            if slot is None:
-                return Outcome.FULL
-            generation = int.from_bytes(_get(txn, _GENERATION, self._meta) or b"", "little") + 1
-            txn.put(_GENERATION, generation.to_bytes(8, "little"), db=self._meta)
-            record = Record(
-                state=WRITING,
-                owner=self._folder.number,
-                version=self._version,
-                slot=slot,
-                generation=generation,
-                payload_bytes=num_bytes,
-                checksum=_NO_CHECKSUM,
-                namespace=key.namespace,
-                parent=key.parent,
-                tokens=key.tokens,
-            )
-            txn.put(key.hash, encode(key.hash, record), db=self._blocks)
-            txn.put(_slot_key(slot), key.hash, db=self._slots)
-            self._writing.add(generation)  # before anybody can see the record
-        self._set_rank(slot, _BUSY)
+    def _prepare_all(self, blocks: Sequence[tuple[BlockKey, Sequence[memoryview]]]) -> list[Record | Outcome]:
+        prepared: list[Record | Outcome] = []
+        try:
+            with self._env.begin(write=True) as txn:
+                for key, parts in blocks:
+                    prepared.append(self._prepare(txn, key, _num_bytes(parts)))
+        except (OSError, lmdb.Error):
+            self._writing.difference_update(r.generation for r in prepared if isinstance(r, Record))
+            return [Outcome.FULL] * len(blocks)
+        for record in prepared:
+            if isinstance(record, Record):
+                self._set_rank(record.slot, _BUSY)
+        return prepared
+
+    def _prepare(self, txn: lmdb.Transaction, key: BlockKey, num_bytes: int) -> Record | Outcome:
+        """Inside a transaction: takes a slot and files the block as being written."""
+        data = _get(txn, key.hash, self._blocks)
+        known = None if data is None else decode(key.hash, data, self.num_slots)
+        if known is not None and known.state == READY and known.version >= self._version:
+            return Outcome.KNOWN
+        if known is not None and known.state == WRITING and not self._is_abandoned(known):
+            return Outcome.PENDING
+        if data is not None:
+            self._drop(txn, key.hash, data)
+        slot = self._take_slot(txn)
+        if slot is None:
+            return Outcome.FULL
+        generation = int.from_bytes(_get(txn, _GENERATION, self._meta) or b"", "little") + 1
+        txn.put(_GENERATION, generation.to_bytes(8, "little"), db=self._meta)
+        record = Record(
+            state=WRITING,
+            owner=self._folder.number,
+            version=self._version,
+            slot=slot,
+            generation=generation,
+            payload_bytes=num_bytes,
+            checksum=_NO_CHECKSUM,
+            namespace=key.namespace,
+            parent=key.parent,
+            tokens=key.tokens,
+        )
+        txn.put(key.hash, encode(key.hash, record), db=self._blocks)
+        txn.put(_slot_key(slot), key.hash, db=self._slots)
+        self._writing.add(generation)  # before anybody can see the record
         return record
 
-    def _publish(self, key: BlockKey, record: Record) -> Outcome:
-        pending = encode(key.hash, replace(record, state=WRITING, checksum=_NO_CHECKSUM))
-        with self._env.begin(write=True) as txn:
-            if _get(txn, key.hash, self._blocks) != pending:
-                return Outcome.PENDING  # purged meanwhile
-            txn.put(key.hash, encode(key.hash, record), db=self._blocks)
-        self._use([record.slot])
-        return Outcome.STORED
+    def _write(self, record: Record, parts: Sequence[memoryview]) -> Record | Outcome:
+        try:
+            checksum = self._slab.write(record.slot * self.slot_bytes, parts)
+        except OSError:
+            return Outcome.FULL
+        return replace(record, state=READY, checksum=checksum)
+
+    def _publish_all(self, keys: Sequence[BlockKey], written: Sequence[Record | Outcome]) -> list[Outcome]:
+        outcomes: list[Outcome] = []
+        slots: list[int] = []
+        try:
+            with self._env.begin(write=True) as txn:
+                for key, record in zip(keys, written, strict=True):
+                    if isinstance(record, Outcome):
+                        outcomes.append(record)
+                        continue
+                    pending = encode(key.hash, replace(record, state=WRITING, checksum=_NO_CHECKSUM))
+                    if _get(txn, key.hash, self._blocks) != pending:
+                        outcomes.append(Outcome.PENDING)  # purged meanwhile
+                        continue
+                    txn.put(key.hash, encode(key.hash, record), db=self._blocks)
+                    outcomes.append(Outcome.STORED)
+                    slots.append(record.slot)
+        except lmdb.Error:
+            return [item if isinstance(item, Outcome) else Outcome.FULL for item in written]
+        self._use(slots)
+        return outcomes
+
+    def _give_up(self, key: BlockKey, record: Record) -> None:
+        """Forgets a block that is still filed as being written: nobody will go on with it."""
+        with suppress(lmdb.Error):
+            left = self._data(key.hash)
+            found = None if left is None else decode(key.hash, left, self.num_slots)
+            if left and found and found.state == WRITING and found.generation == record.generation:
+                self._forget(key.hash, left)
 
     # ------------------------------------------------------------ dropping
 
@@ -454,6 +496,10 @@ def _items(cursor: lmdb.Cursor) -> Iterator[tuple[bytes, bytes]]:
 def _get(txn: lmdb.Transaction, name: bytes, db: lmdb._Database) -> bytes | None:
     data = txn.get(name, db=db)
     return None if data is None else bytes(data)
+
+
+def _num_bytes(parts: Sequence[memoryview]) -> int:
+    return sum(len(part) for part in parts)
 
 
 def _slot_key(slot: int) -> bytes:
