@@ -53,6 +53,14 @@ def engine_options(command: F) -> F:
             click.option("--device", help="Where torch computes: cpu, cuda, …"),
             click.option("--template", help="auto, chatml, …, or a file with a Jinja template."),
             click.option("--offline", is_flag=True, default=None, help="Never ask the network for a model."),
+            click.option(
+                "--trace",
+                type=click.Path(path_type=Path, dir_okay=False),
+                help="Log requests to this file, digests instead of text.",
+            ),
+            click.option(
+                "--trace-content", is_flag=True, default=None, help="Put prompts into that log as well."
+            ),
         ]
     ):
         command = option(command)

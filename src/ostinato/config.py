@@ -15,8 +15,8 @@ from .errors import ParameterError
 
 DEFAULT_MODEL = "smollm2-135m"
 PREFIX = "OSTINATO_"
-_SIZES = ("kv_cache", "shared_tier_bytes")
-_PATHS = ("store", "shared_tier")
+_SIZES = ("kv_cache", "shared_tier_bytes", "trace_bytes")
+_PATHS = ("store", "shared_tier", "trace")
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 
@@ -43,6 +43,11 @@ class Settings:
         hf_token: token for gated models on the hub.
         host, port: where the server listens.
         api_keys: comma-separated keys; each has its own salt, so that holders share no KV. Empty: open.
+        trace: file to log requests to, one line of JSON each, digests instead of text; ``None``: none.
+        trace_content: put prompts and salts into that log as well.
+        trace_key: secret behind the log's digests; ``None``: a new one at every start, so that digests of
+            two runs cannot be compared.
+        trace_bytes: size at which a log is moved to ``FILE.1`` and begun anew.
         drain_timeout: seconds that running requests get at shutdown.
     """
 
@@ -64,6 +69,10 @@ class Settings:
     host: str = "127.0.0.1"
     port: int = 8000
     api_keys: str = ""
+    trace: Path | None = None
+    trace_content: bool = False
+    trace_key: str | None = None
+    trace_bytes: int = 256 << 20
     drain_timeout: float = 30.0
 
     @classmethod

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from .types import FinishReason, Usage
+from .types import FinishReason, GenerationRequest, TokenArray, Usage
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,10 +51,17 @@ class StepFinished:
 
 @dataclass(frozen=True, slots=True)
 class RequestFinished:
-    """A request ended, in whatever way."""
+    """A request ended, in whatever way.
+
+    ``request`` and ``tokens``, those of its prompt, are for observers that write down what was asked;
+    ``namespace`` is the digest of the one it was asked in.
+    """
 
     finish_reason: FinishReason
     usage: Usage
+    request: GenerationRequest | None = None
+    tokens: TokenArray | None = field(default=None, compare=False)
+    namespace: str = ""
 
 
 Event: TypeAlias = PrefixLookedUp | BlocksStored | BlocksEvicted | Preempted | StepFinished | RequestFinished

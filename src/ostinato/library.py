@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeAlias
 from .config import Settings
 from .errors import ParameterError
 from .ports import Clock, SystemClock
-from .prompt.conversation import conversation_from_dicts
+from .prompt.conversation import conversation_from_dicts, message_as_dict
 from .runtime import Prepared, Runtime
 from .types import Chunk, Conversation, FinishReason, GenerationRequest, Message, SamplingParams, Usage
 
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from .models.store import LocalModel
     from .prompt.template import Template
     from .prompt.tokens import HFTokenizer
+    from .request_log import RequestLog
 
 _WRITE_BACK_BYTES = 64 << 20
 """What blocks on their way to the shared tier may take; more are not stored."""
@@ -176,12 +177,35 @@ def build_runtime(settings: Settings, clock: Clock, progress: Any = None) -> Run
     nonce = str(secrets.randbelow(9 * 10**19) + 10**19)
     tokenizer = HFTokenizer.from_folder(local.path, nonce=nonce)
     template = template_for(tokenizer, settings.template, clock=clock, nonce=nonce)
+    log = _request_log(settings, clock)
     worker = Worker("ostinato-engine")
     try:
-        return worker.submit(lambda: _start(settings, local, tokenizer, template, clock, worker)).result()
+        runtime = worker.submit(lambda: _start(settings, local, tokenizer, template, clock, worker)).result()
     except BaseException:
         worker.close()
+        if log is not None:
+            log.close()
         raise
+    if log is not None:
+        runtime.observers.append(log)
+        runtime.on_close.append(log.close)
+    return runtime
+
+
+def _request_log(settings: Settings, clock: Clock) -> RequestLog | None:
+    """The log that was asked for."""
+    if settings.trace is None:
+        return None
+    from .request_log import RequestLog, log_key
+
+    return RequestLog(
+        settings.trace,
+        key=log_key(settings.trace_key) if settings.trace_key else secrets.token_bytes(32),
+        block_tokens=settings.block_size,
+        clock=clock,
+        with_content=settings.trace_content,
+        max_bytes=settings.trace_bytes,
+    )
 
 
 def _start(
@@ -323,24 +347,8 @@ def _conversation(given: ConversationLike) -> Conversation:
     if isinstance(given, str):
         return Conversation((Message("user", given),))
     if isinstance(given, list | tuple):  # answers put back among what was asked
-        given = [_as_dict(message) if isinstance(message, Message) else message for message in given]
+        given = [message_as_dict(message) if isinstance(message, Message) else message for message in given]
     return conversation_from_dicts(given)
-
-
-def _as_dict(message: Message) -> dict[str, Any]:
-    calls = [
-        {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-        for call in message.tool_calls
-    ]
-    given = {
-        "role": message.role,
-        "content": message.content,
-        "name": message.name,
-        "tool_calls": calls,
-        "tool_call_id": message.tool_call_id,
-        "reasoning": message.reasoning,
-    }
-    return {key: value for key, value in given.items() if key in ("role", "content") or value}
 
 
 def _collect(chunks: Iterator[Chunk]) -> Reply:

@@ -126,6 +126,8 @@ class PrometheusObserver:
                 self._request_finished(event)
 
     def _request_finished(self, event: RequestFinished) -> None:
+        if event.request is not None and event.request.is_warming:
+            return  # nobody waited for it
         usage = event.usage
         self._finished.labels(event.finish_reason).inc()
         self._prompt.inc(usage.prompt_tokens)

@@ -225,7 +225,10 @@ class _Choice:
 
 
 class Runtime:
-    """Takes requests, gives answers. Thread-safe; one per model."""
+    """Takes requests, gives answers. Thread-safe; one per model.
+
+    ``observers`` hear what happens; ``on_close`` is called once the engine has stopped, the last one first.
+    """
 
     def __init__(
         self,
@@ -246,6 +249,7 @@ class Runtime:
         self.tokenizer = tokenizer
         self.template = template
         self.observers: list[Observer] = []
+        self.on_close: list[Callable[[], None]] = []
         self._batcher = batcher
         self._manager = manager
         self._namespace = namespace
@@ -352,7 +356,8 @@ class Runtime:
             with self._idle:
                 self._active.discard(handle)
                 self._idle.notify_all()
-            self.observe(RequestFinished(reason, usage))
+            space = prepared.namespace.digest
+            self.observe(RequestFinished(reason, usage, request, prepared.tokens, space))
 
         answer = _Answer(request.num_choices, deliver, done)
         stop_ids = frozenset(params.stop_token_ids)
@@ -458,6 +463,8 @@ class Runtime:
         with self._idle:
             self._accepting = False
         self._batcher.close()
+        while self.on_close:
+            self.on_close.pop()()
 
 
 # ---------------------------------------------------------------- parameters

@@ -203,7 +203,8 @@ class GenerationRequest:
     """What a door hands to the runtime: a conversation, or a raw prompt as text or as token ids.
 
     ``salt`` keeps this request's KV apart from everyone else's with another salt. ``num_choices`` is
-    OpenAI's ``n``.
+    OpenAI's ``n``. ``is_warming``: nobody waits for the answer, it is asked for what it leaves in the cache;
+    such requests are no part of logs and statistics.
     """
 
     prompt: Conversation | str | tuple[int, ...]
@@ -211,3 +212,4 @@ class GenerationRequest:
     num_choices: int = 1
     salt: str = ""
     request_id: str = ""
+    is_warming: bool = False

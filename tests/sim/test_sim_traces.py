@@ -23,7 +23,7 @@ def test_a_mooncake_line_is_a_request(tmp_path):
     whole, part = trace.requests
     assert (whole.time_s, part.time_s) == (0.0, 1.5)
     assert (whole.has_part_block, part.has_part_block) == (False, True)
-    assert part.units.tolist() == [3, 4]
+    assert part.units.tolist() == whole.units.tolist() == [0, 1]
 
 
 @pytest.mark.parametrize(
@@ -33,7 +33,10 @@ def test_a_mooncake_line_is_a_request(tmp_path):
         b"[]",
         {},
         ROW | {"hash_ids": []},
-        ROW | {"hash_ids": [2**40, 1]},
+        ROW | {"hash_ids": [3, 4, 5]},
+        ROW | {"hash_ids": [3.5, 4]},
+        ROW | {"block_tokens": 350},
+        ROW | {"block_tokens": 0},
         ROW | {"input_length": 2000},
         ROW | {"timestamp": "soon"},
         ROW | {"hash_ids": [[1], [2]]},
@@ -42,6 +45,20 @@ def test_a_mooncake_line_is_a_request(tmp_path):
 def test_another_form_is_refused_by_line(tmp_path, bad):
     with pytest.raises(TraceError, match="line 2"):
         read_mooncake(write(tmp_path, ROW, bad))
+
+
+def test_ids_of_any_size_and_blocks_of_any_length_are_read(tmp_path):
+    ours = {"v": 1, "block_tokens": 16, "timestamp": 0, "output_length": 1, "session": 2**53}
+    rows = [
+        ours | {"input_length": 20, "hash_ids": [2**53 - 1, 7]},
+        ours | {"input_length": 32, "hash_ids": [2**53 - 1, 5]},
+    ]
+    torn = b'{"v":1,"timestamp":1764544000'
+    trace = read_mooncake(write(tmp_path, rows[0], torn, rows[1]))
+    assert trace.unit_tokens == 16
+    assert [request.units.tolist() for request in trace.requests] == [[0, 1], [0, 2]]
+    assert [request.has_part_block for request in trace.requests] == [True, False]
+    assert trace.requests[0].session == str(2**53)
 
 
 def test_an_empty_or_missing_file_is_refused(tmp_path):

@@ -252,6 +252,23 @@ def conversation_from_dicts(
     return conversation
 
 
+def message_as_dict(message: Message) -> dict[str, Any]:
+    """A message in OpenAI's form; what is empty is left out. :func:`conversation_from_dicts` reads it."""
+    calls = [
+        {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+        for call in message.tool_calls
+    ]
+    given = {
+        "role": message.role,
+        "content": message.content,
+        "name": message.name,
+        "tool_calls": calls,
+        "tool_call_id": message.tool_call_id,
+        "reasoning": message.reasoning,
+    }
+    return {key: value for key, value in given.items() if key in ("role", "content") or value}
+
+
 def _read_message(message: Any, index: int) -> Message:
     if type(message) is dict and message.keys() == _PLAIN_KEYS and type(message["content"]) is str:
         return Message(message["role"], message["content"])  # nearly always

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import orjson
@@ -48,31 +49,61 @@ class Trace:
 def read_mooncake(path: Path) -> Trace:
     """Reads Mooncake's JSON lines (``timestamp`` ms, ``input_length``, ``output_length``, ``hash_ids``).
 
-    Raises ``TraceError`` naming the line that does not have this form.
+    Our own request logs are such lines, with ``block_tokens`` where Mooncake means 512; a line of theirs that
+    a crash cut short is passed over. Raises ``TraceError`` naming the line that does not have this form.
     """
     requests: list[TraceRequest] = []
+    numbers: dict[int, int] = {}
+    block_tokens: int | None = None
     try:
         lines = path.read_bytes().splitlines()
     except OSError as error:
         raise TraceError(f"cannot read the trace {path}: {error.strerror}") from error
     for number, line in enumerate(lines, 1):
-        if not line.strip():
+        if not line.strip() or is_torn(line):
             continue
         try:
             row = orjson.loads(line)
-            time_s, num_input = float(row["timestamp"]) / 1000, int(row["input_length"])
-            num_output, ids = int(row["output_length"]), row["hash_ids"]
-            units = np.asarray(ids, dtype=np.int32)
-            if units.ndim != 1 or not len(units) or not 0 < num_input <= len(units) * MOONCAKE_BLOCK_TOKENS:
-                raise ValueError("hash_ids do not cover input_length")
-        except (ValueError, TypeError, KeyError, OverflowError) as error:
+            size = int(row.get("block_tokens", MOONCAKE_BLOCK_TOKENS))
+            if size != (block_tokens or size):
+                raise ValueError(f"blocks of {size} tokens after blocks of {block_tokens}")
+            block_tokens = size
+            requests.append(_mooncake_request(row, size, numbers))
+        except (ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
             raise TraceError(f"{path}, line {number}: not a Mooncake request ({error})") from error
-        is_part = num_input % MOONCAKE_BLOCK_TOKENS != 0
-        requests.append(TraceRequest(time_s, units, num_input, num_output, is_part))
     if not requests:
         raise TraceError(f"{path} has no requests")
     requests.sort(key=lambda request: request.time_s)
-    return Trace(path.stem, MOONCAKE_BLOCK_TOKENS, tuple(requests))
+    return Trace(path.stem, block_tokens or MOONCAKE_BLOCK_TOKENS, tuple(requests))
+
+
+def is_torn(line: bytes) -> bool:
+    """Whether this is a line of a request log whose end a crash took."""
+    if not line.startswith(b'{"v":') or line.rstrip().endswith(b"}"):
+        return False
+    try:
+        orjson.loads(line)
+    except orjson.JSONDecodeError:
+        return True
+    return False
+
+
+def _mooncake_request(row: dict[str, Any], block_tokens: int, numbers: dict[int, int]) -> TraceRequest:
+    """One line; ``numbers`` makes the ids of a trace consecutive, so that they fit into tokens."""
+    num_input = int(row["input_length"])
+    ids = row["hash_ids"]
+    if not isinstance(ids, list) or not all(type(each) is int for each in ids):
+        raise TypeError("hash_ids have to be whole numbers")
+    if block_tokens < 1 or not 0 <= len(ids) * block_tokens - num_input < block_tokens or num_input < 1:
+        raise ValueError("hash_ids do not cover input_length")
+    return TraceRequest(
+        float(row["timestamp"]) / 1000,
+        np.fromiter((numbers.setdefault(each, len(numbers)) for each in ids), np.int32, len(ids)),
+        num_input,
+        int(row["output_length"]),
+        num_input % block_tokens != 0,
+        str(row.get("session", "")),
+    )
 
 
 class Blocks:
