@@ -16,6 +16,7 @@
     │   ├── AuthenticationError          no key, or a wrong one            401
     │   ├── TraceError                   a recorded trace cannot be read   400
     │   ├── UnknownModelError            no such model here                404
+    │   ├── PinRefusedError              more than may be pinned           409  (both numbers)
     │   ├── RequestTimeoutError          the request arrived too slowly    408
     │   ├── RequestTooLargeError         the body is over the limit        413
     │   └── QueueFullError               come back later                   429  (has .retry_after_s)
@@ -127,6 +128,18 @@ class UnknownModelError(ClientError):
     status = 404
     code = "model_not_found"
     param = "model"
+
+
+class PinRefusedError(ClientError):
+    """Pinning this would keep more blocks than may be pinned, or than the tenant may keep."""
+
+    status = 409
+    code = "pin_refused"
+
+    def __init__(self, message: str, *, num_blocks: int, max_blocks: int) -> None:
+        super().__init__(message)
+        self.num_blocks = num_blocks
+        self.max_blocks = max_blocks
 
 
 class RequestTimeoutError(ClientError):

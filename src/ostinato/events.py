@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import Literal, TypeAlias
 
 from .types import FinishReason, GenerationRequest, TokenArray, Usage
 
@@ -25,12 +25,20 @@ class BlocksStored:
     num_blocks: int
 
 
+EvictionReason: TypeAlias = Literal["capacity", "quota", "expired", "purged"]
+
+
 @dataclass(frozen=True, slots=True)
 class BlocksEvicted:
-    """The index gave up ``num_blocks`` blocks (``num_tokens`` tokens) to make room."""
+    """The index gave up ``num_blocks`` blocks (``num_tokens`` tokens).
+
+    To make room (``capacity``), because their tenant may keep no more (``quota``), because their time was up
+    (``expired``) or because somebody said so (``purged``).
+    """
 
     num_tokens: int
     num_blocks: int
+    reason: EvictionReason = "capacity"
 
 
 @dataclass(frozen=True, slots=True)

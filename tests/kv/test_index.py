@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from naive_kv import POLICIES, NaiveIndex, as_array
 
-from ostinato.kv.index import PrefixIndex
+from ostinato.kv.index import Moment, PrefixIndex
 from ostinato.kv.policy import LRU
 
 
@@ -55,7 +55,7 @@ class Books:
 
     def look_up(self, tokens, namespace="n"):
         self.rank += 1
-        return self.index.match(namespace, as_array(tokens).tobytes(), len(tokens), self.rank)
+        return self.index.match(namespace, as_array(tokens).tobytes(), len(tokens), Moment(self.rank))
 
     def table_for(self, tokens, match):
         """Whole blocks that were found, fresh ones behind."""
@@ -71,7 +71,9 @@ class Books:
 
     def insert(self, tokens, table, namespace="n"):
         self.rank += 1
-        return self.index.insert(namespace, as_array(tokens).tobytes(), np.array(table, np.intp), self.rank)
+        return self.index.insert(
+            namespace, as_array(tokens).tobytes(), np.array(table, np.intp), Moment(self.rank)
+        )
 
     def found(self, tokens, namespace="n"):
         return self.index.peek(namespace, as_array(tokens).tobytes())
@@ -103,7 +105,7 @@ def test_the_longest_prefix_is_found_to_the_token():
 def test_a_match_is_cut_where_it_is_told():
     books = Books(4)
     books.commit([1, 2, 3, 4, 5, 6])
-    match = books.index.match("n", as_array([1, 2, 3, 4, 5, 6]).tobytes(), 4, rank=9)
+    match = books.index.match("n", as_array([1, 2, 3, 4, 5, 6]).tobytes(), 4, Moment(9))
     assert (match.num_tokens, match.blocks.tolist()) == (4, [0])
 
 
@@ -244,9 +246,9 @@ def test_the_longer_of_two_joined_nodes_keeps_its_rank(num_shared, num_own, surv
     books.commit([7] * 4)
     books.commit([*trunk, 3])
     books.counts.holds = dict.fromkeys(books.look_up([7] * 4).blocks.tolist(), 1)
-    for block in books.index.match("n", as_array([*trunk, *own]).tobytes(), 99, rank=1).blocks.tolist():
+    for block in books.index.match("n", as_array([*trunk, *own]).tobytes(), 99, Moment(1)).blocks.tolist():
         books.counts.holds[block] = 1  # a rank in the past: only to learn the blocks
-    books.index.match("n", as_array(trunk).tobytes(), 99, rank=books.rank)
+    books.index.match("n", as_array(trunk).tobytes(), 99, Moment(books.rank))
     evict(books)
     assert books.index.num_nodes == 2, "the fork is one node again"
     books.counts.holds.clear()
@@ -380,7 +382,7 @@ class IndexMachine(RuleBasedStateMachine):
         books, tokens = self.books, self.draw_tokens(data)
         found = books.found(tokens, namespace)
         books.rank += 1
-        match = books.index.match(namespace, as_array(tokens).tobytes(), limit, books.rank)
+        match = books.index.match(namespace, as_array(tokens).tobytes(), limit, Moment(books.rank))
         hit = self.naive.match(namespace, tokens, limit, books.rank)
         assert (match.num_tokens, match.blocks.tolist(), set(match.overridden)) == hit
         assert match.num_tokens == min(found, limit)

@@ -8,8 +8,10 @@ from blake3 import blake3
 
 from ostinato.types import TokenArray
 
+from .terms import NO_ORIGIN, NOBODY, Origin, tenant_id
+
 DIGEST_PREFIX = "b3:"
-_NAMESPACE_CONTEXT = "ostinato kv namespace v1"
+_NAMESPACE_CONTEXT = "ostinato kv namespace v2"
 
 
 def digest_bytes(*parts: bytes, context: str) -> str:
@@ -31,8 +33,9 @@ class Namespace:
     """All that must be equal for two requests to exchange KV.
 
     ``weights``, ``tokenizer`` and ``template`` are digests of content; ``kv_layout``, ``kv_dtype`` and
-    ``rotary`` describe the stored bytes; ``adapter`` names a fine-tuning adapter and ``salt`` a tenant,
-    both empty for none. Any text is allowed in any field.
+    ``rotary`` describe the stored bytes; ``adapter`` names a fine-tuning adapter and ``salt`` keeps callers
+    apart, both empty for none. Any text is allowed in these. ``tenant`` is the id of whoever the quota, the
+    TTL and a purge are for; left empty it is that of the salt.
     """
 
     weights: str
@@ -43,10 +46,13 @@ class Namespace:
     rotary: str
     adapter: str = ""
     salt: str = ""
+    tenant: str = NOBODY
     digest: str = field(init=False, repr=False, compare=False)
     """Versioned digest of all fields: the form in which the index keys its trees."""
 
     def __post_init__(self) -> None:
+        if not self.tenant:
+            object.__setattr__(self, "tenant", tenant_id(self.salt))
         fields = (
             self.weights,
             self.tokenizer,
@@ -56,14 +62,15 @@ class Namespace:
             self.rotary,
             self.adapter,
             self.salt,
+            self.tenant,
         )
         # A salt may come off the wire with a lone surrogate in it: it must still have exactly one encoding.
         encoded = (text.encode("utf-8", "surrogatepass") for text in fields)
         object.__setattr__(self, "digest", digest_bytes(*encoded, context=_NAMESPACE_CONTEXT))
 
-    def with_salt(self, salt: str) -> Namespace:
-        """The same namespace for another tenant."""
-        return replace(self, salt=salt)
+    def with_salt(self, salt: str, tenant: str = NOBODY) -> Namespace:
+        """The same namespace for another salt, of this tenant or else of the salt's own."""
+        return replace(self, salt=salt, tenant=tenant)
 
 
 # ---------------------------------------------------------------- blocks
@@ -78,16 +85,20 @@ class BlockKey:
     """Names one block's KV: everything before it, and its own tokens, in one namespace.
 
     ``hash``, ``parent`` and ``namespace`` are 32 raw bytes each; ``tokens`` are little-endian int32. The hash
-    alone is the name; the rest goes along so that whoever finds it can compare what was meant.
+    alone is the name; the rest goes along so that whoever finds it can compare what was meant. ``origin``
+    says whose it is and how long it may stay, and is no part of what it is.
     """
 
     hash: bytes
     parent: bytes
     namespace: bytes
     tokens: bytes
+    origin: Origin = field(default=NO_ORIGIN, compare=False)
 
 
-def block_keys(namespace: Namespace, tokens: TokenArray, block_size: int) -> list[BlockKey]:
+def block_keys(
+    namespace: Namespace, tokens: TokenArray, block_size: int, origin: Origin = NO_ORIGIN
+) -> list[BlockKey]:
     """The chain of keys of every *full* block of ``tokens``, first to last.
 
     A hash is the versioned BLAKE3 digest of parent and tokens, keyed by the namespace: equal hashes mean
@@ -103,6 +114,6 @@ def block_keys(namespace: Namespace, tokens: TokenArray, block_size: int) -> lis
     for at in range(0, len(data) - step + 1, step):
         piece = data[at : at + step]
         name = blake3(parent + piece, key=key).digest()
-        keys.append(BlockKey(name, parent, space, piece))
+        keys.append(BlockKey(name, parent, space, piece, origin))
         parent = name
     return keys

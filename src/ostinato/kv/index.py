@@ -16,15 +16,22 @@ Three invariants carry everything else; ``check_integrity`` asserts the first tw
   number is exact. The manager does its part by holding what ``match`` and ``insert`` report.
 - *The entries of one block lie next to each other on one path*, so one chain of leaves gives it up.
 - *Nodes are bounded by blocks.* Only commits add nodes, and a node left with one child is merged with it
-  when one of the two is shorter than a block or the policy cannot tell them apart.
+  when one of the two is shorter than a block or the policy cannot tell them apart. (Of different terms, or
+  pinned differently, they stay apart: then tokens are the bound.)
+
+Every node has a deadline: some use, and the time to live that its user asked for. What is used is used up to
+the root, so a parent's deadline is never before its child's, and what has expired can be dropped from the
+leaves inwards as well.
 
 No recursion: prompts decide how deep a tree is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from heapq import heapify, heappop, heappush
+from math import inf
 from typing import Protocol
 
 import numpy as np
@@ -32,7 +39,17 @@ import numpy.typing as npt
 
 from ostinato.types import BlockIds
 
-from .policy import Candidate, EvictionPolicy, HistoryPolicy, NodeStats, ScoredQueue, Use, VictimQueue
+from .policy import (
+    Candidate,
+    EvictionPolicy,
+    HistoryPolicy,
+    NodeStats,
+    Priority,
+    ScoredQueue,
+    Use,
+    VictimQueue,
+)
+from .terms import NO_TERMS, Terms
 
 TOKEN_BYTES = 4
 _NO_BLOCKS: BlockIds = np.empty(0, np.intp)
@@ -54,12 +71,18 @@ class BlockCounts(Protocol):
 class Node(Candidate):
     """A run of tokens below its parent. ``tokens`` and ``blocks`` are replaced, never written to."""
 
-    __slots__ = ("blocks", "children", "parent", "tokens", "tree")
+    __slots__ = (
+        "blocks", "children", "expires_s", "num_pins", "parent", "stored_s", "terms", "tokens", "tree",
+    )  # fmt: skip
 
     def __init__(
         self, tree: Tree, parent: Node | None, tokens: bytes, blocks: BlockIds, *, depth: int, rank: int
     ) -> None:
         super().__init__(rank=rank, depth_tokens=depth, num_tokens=len(tokens) // TOKEN_BYTES)
+        self.terms = NO_TERMS
+        self.stored_s = 0.0
+        self.expires_s = 0.0
+        self.num_pins = 0
         self.tree = tree
         self.parent = parent  # None: a root, or no longer in a tree
         self.children: dict[bytes, Node] = {}
@@ -115,6 +138,20 @@ class Inserted:
     path: Match | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """When something is used, and for how long that keeps it. ``rank`` orders uses; seconds are a clock's."""
+
+    rank: int
+    now_s: float = 0.0
+    ttl_s: float = inf
+    terms: Terms = NO_TERMS
+
+    @property
+    def expires_s(self) -> float:
+        return self.now_s + self.ttl_s
+
+
 NO_MATCH = Match(0, _NO_BLOCKS, frozenset())
 NOTHING_NEW = Inserted()
 
@@ -131,6 +168,10 @@ class PrefixIndex:
         self._trees: dict[str, Tree] = {}
         self._policy: EvictionPolicy | None = None
         self._history: HistoryPolicy | None = None
+        self._deadlines: list[
+            tuple[float, int, Node]
+        ] = []  # a heap; an entry may be too early, never too late
+        self._num_deadlines = 0  # ever entered: orders equal ones
         self._leaves: VictimQueue[Node]
         if isinstance(policy, HistoryPolicy):
             self._history = policy
@@ -139,15 +180,19 @@ class PrefixIndex:
             self._policy = policy
             self._leaves = VictimQueue(policy)
 
+    @property
+    def block_size(self) -> int:
+        return self._block_size
+
     # ------------------------------------------------------------ look up
 
-    def peek(self, namespace: str, tokens: bytes) -> int:
+    def peek(self, namespace: str, tokens: bytes, now_s: float = 0.0) -> int:
         """Length of the longest prefix of ``tokens`` that is here."""
         tree = self._trees.get(namespace)
-        return 0 if tree is None else self._walk(tree.root, tokens)[1]
+        return 0 if tree is None else self._walk_living(tree.root, tokens, now_s)[1]
 
-    def match(self, namespace: str, tokens: bytes, max_tokens: int, rank: int) -> Match:
-        """The longest prefix that is here, cut at ``max_tokens``; what it runs through was used at ``rank``.
+    def match(self, namespace: str, tokens: bytes, max_tokens: int, moment: Moment) -> Match:
+        """The longest prefix that is here, cut at ``max_tokens``; ``moment`` uses what it runs through.
 
         A node that the prompt parts from is not touched: when the rest is committed it is split there, and
         only the upper half was used.
@@ -155,11 +200,11 @@ class PrefixIndex:
         tree = self._trees.get(namespace)
         if tree is None:
             return NO_MATCH
-        path, found = self._walk(tree.root, tokens)
+        path, found = self._walk_living(tree.root, tokens, moment.now_s)
         parts = bool(path) and found < path[-1].end_tokens and found * TOKEN_BYTES < len(tokens)
         for node in path[:-1] if parts else path:
             node.num_uses += 1
-            self._touch(node, rank)
+            self._touch(node, moment)
         return self._assemble(path, min(found, max_tokens))
 
     def demote(self, namespace: str, tokens: bytes) -> int:
@@ -205,6 +250,14 @@ class PrefixIndex:
             node = child
         return path, at // TOKEN_BYTES
 
+    def _walk_living(self, root: Node, tokens: bytes, now_s: float) -> tuple[list[Node], int]:
+        """The same up to what has expired, which a lease may still hold."""
+        path, found = self._walk(root, tokens)
+        for place, node in enumerate(path):
+            if node.expires_s <= now_s and not node.num_pins:
+                return path[:place], node.depth_tokens
+        return path, found
+
     def _assemble(self, path: list[Node], num_tokens: int) -> Match:
         """The table of the first ``num_tokens`` tokens of ``path``."""
         size = self._block_size
@@ -229,7 +282,7 @@ class PrefixIndex:
     # ------------------------------------------------------------ insert
 
     def insert(
-        self, namespace: str, tokens: bytes, table: BlockIds, rank: int, use: Use | None = None
+        self, namespace: str, tokens: bytes, table: BlockIds, moment: Moment, use: Use | None = None
     ) -> Inserted:
         """Makes all of ``tokens``, whose KV lies in ``table``, findable; what is here keeps its blocks.
 
@@ -248,20 +301,20 @@ class PrefixIndex:
         if found == num_tokens:
             if self._history is not None:
                 self._part_tail(path, found)
-            self._place(path, rank)
+            self._place(path, moment)
             return NOTHING_NEW
         if path and found < path[-1].end_tokens:
             path[-1] = self._split(path[-1], found)
         num_blocks = 0
         for end in (*(cut for cut in cuts if cut > found), num_tokens):
             part = tokens if end == num_tokens else tokens[: end * TOKEN_BYTES]
-            if path and not path[-1].children and self._goes_on(path[-1], end, rank):
+            if path and not path[-1].children and self._goes_on(path[-1], end, moment):
                 num_blocks += self._extend(path[-1], part, table)
             else:
-                path.append(self._add_child(path[-1] if path else tree.root, part, table, rank))
+                path.append(self._add_child(path[-1] if path else tree.root, part, table, moment))
                 num_blocks += self._blocks.own(path[-1].blocks)
             self._align(path[-1])
-        self._place(path, rank)
+        self._place(path, moment)
         self._count(tree, num_tokens - found)
         return Inserted(num_tokens - found, num_blocks, self._assemble(path, num_tokens))
 
@@ -277,14 +330,17 @@ class PrefixIndex:
         if path[-1].depth_tokens < at < path[-1].end_tokens:
             path[-1] = self._split(path[-1], at)
 
-    def _goes_on(self, leaf: Node, end: int, rank: int) -> bool:
+    def _goes_on(self, leaf: Node, end: int, moment: Moment) -> bool:
         """Whether tokens up to ``end`` may join a leaf: the policy could not tell them from it.
 
         Or one of the two is shorter than a block, which would let nodes outnumber blocks.
         """
+        if leaf.terms != moment.terms or leaf.num_pins:
+            return False
         if self._history is not None:
             return leaf.tag is self._history.tag_at(leaf.end_tokens)
         assert self._policy is not None
+        rank = moment.rank
         num_fresh = end - leaf.end_tokens
         if min(num_fresh, leaf.num_tokens) < self._block_size:
             return True
@@ -303,6 +359,9 @@ class PrefixIndex:
         tokens, blocks = node.tokens[:cut_bytes], node.blocks[:num_upper]
         upper = Node(node.tree, parent, tokens, blocks, depth=node.depth_tokens, rank=node.inserted)
         upper.last_used, upper.num_uses, upper.tag = node.last_used, node.num_uses, node.tag
+        upper.terms, upper.num_pins = node.terms, node.num_pins
+        upper.stored_s, upper.expires_s = node.stored_s, node.expires_s
+        self._note_deadline(upper)
         parent.children[upper.tokens[:TOKEN_BYTES]] = upper
         node.parent = upper
         node.tokens = node.tokens[cut_bytes:]
@@ -316,10 +375,13 @@ class PrefixIndex:
         self._leaves.refresh(node)
         return upper
 
-    def _add_child(self, parent: Node, tokens: bytes, table: BlockIds, rank: int) -> Node:
+    def _add_child(self, parent: Node, tokens: bytes, table: BlockIds, moment: Moment) -> Node:
         depth, size = parent.end_tokens, self._block_size
         blocks = table[depth // size : -(-(len(tokens) // TOKEN_BYTES) // size)].copy()
-        child = Node(parent.tree, parent, tokens[TOKEN_BYTES * depth :], blocks, depth=depth, rank=rank)
+        tokens = tokens[TOKEN_BYTES * depth :]
+        child = Node(parent.tree, parent, tokens, blocks, depth=depth, rank=moment.rank)
+        child.terms, child.stored_s, child.expires_s = moment.terms, moment.now_s, moment.expires_s
+        self._note_deadline(child)
         self._leaves.drop(parent)
         parent.children[child.tokens[:TOKEN_BYTES]] = child
         self.num_nodes += 1
@@ -389,6 +451,146 @@ class PrefixIndex:
                 leaves.append(parent)
         return num_freed, num_before - self.num_tokens
 
+    def evict_from(self, namespaces: Iterable[str], num_blocks: int) -> int:
+        """As :meth:`evict`, out of these trees only, and no more than they have; returns the blocks freed."""
+        trees = [tree for name in namespaces if (tree := self._trees.get(name)) is not None]
+        found = [node for tree in trees for node in tree.nodes() if not node.children and node.parked_on < 0]
+        order = [(key, node.ticket, node) for key, node in zip(self._keys(found), found, strict=True)]
+        heapify(order)
+        num_freed = 0
+        while order and num_freed < num_blocks:
+            _, ticket, leaf = heappop(order)
+            parent = leaf.parent
+            if parent is None or leaf.children or leaf.parked_on >= 0:
+                continue
+            if leaf.ticket != ticket:  # a merge has moved it
+                heappush(order, (self._keys([leaf])[0], leaf.ticket, leaf))
+                continue
+            num_freed += self._trim(leaf, num_blocks - num_freed)
+            if leaf.parent is not None and leaf.parked_on < 0:
+                heappush(order, (self._keys([leaf])[0], leaf.ticket, leaf))
+            elif parent.parent is not None and not parent.children:
+                heappush(order, (self._keys([parent])[0], parent.ticket, parent))
+        return num_freed
+
+    def _keys(self, leaves: list[Node]) -> list[Priority]:
+        """What orders leaves now; the smallest goes first."""
+        if self._history is not None:
+            scores: list[Priority] = []
+            if leaves:
+                scores += self._history.scores([leaf.tag for leaf in leaves]).tolist()
+            return scores
+        assert self._policy is not None
+        return [self._policy.priority(leaf) for leaf in leaves]
+
+    # ------------------------------------------------------------ what may not stay, and what must
+
+    def expire(self, now_s: float) -> tuple[int, int]:
+        """Gives up what has expired and nobody holds; returns blocks freed and tokens no longer findable.
+
+        What is held comes back here until it is let go.
+        """
+        num_freed, num_before = 0, self.num_tokens
+        due: list[Node] = []
+        while self._deadlines and self._deadlines[0][0] <= now_s:
+            node = heappop(self._deadlines)[2]
+            if node.parent is None or node.expires_s == inf:
+                continue
+            if node.expires_s <= now_s:
+                due.append(node)
+            else:
+                self._note_deadline(node)
+        due.sort(key=lambda node: -node.depth_tokens)
+        for node in due:
+            if node.parent is not None and not node.children:
+                num_freed += self._trim(node, len(node.blocks))
+            if node.parent is not None:
+                self._note_deadline(node)
+        return num_freed, num_before - self.num_tokens
+
+    def _note_deadline(self, node: Node) -> None:
+        if node.expires_s == inf:
+            return
+        self._num_deadlines += 1
+        heappush(self._deadlines, (node.expires_s, self._num_deadlines, node))
+        if len(self._deadlines) > 64 + 2 * self.num_nodes:
+            self._deadlines = [entry for entry in self._deadlines if entry[2].parent is not None]
+            heapify(self._deadlines)
+
+    def purge(self, namespace: str, is_meant: Callable[[Node], bool]) -> tuple[int, BlockIds]:
+        """Drops every node that is meant, held or not, and what stands below it.
+
+        Returns the tokens no longer findable, and the blocks that lost an entry; some may be in use still.
+        """
+        tree = self._trees.get(namespace)
+        if tree is None:
+            return 0, _NO_BLOCKS
+        num_before = self.num_tokens
+        dropped: list[BlockIds] = []
+        todo = list(tree.root.children.values())
+        while todo:
+            node = todo.pop()
+            if node.parent is None:
+                continue  # it went with what stood above it
+            if is_meant(node):
+                dropped += self._cut_off(node)
+            else:
+                todo.extend(node.children.values())
+        return num_before - self.num_tokens, np.unique(np.concatenate(dropped)) if dropped else _NO_BLOCKS
+
+    def _cut_off(self, top: Node) -> list[BlockIds]:
+        """Takes a node and all below it out of its tree, leaves first; returns their blocks."""
+        below = [top]
+        for node in below:
+            below.extend(node.children.values())
+        blocks = [node.blocks for node in below]
+        for node in reversed(below):
+            parent = node.parent
+            assert parent is not None, "cut off a root"
+            self._blocks.disown(node.blocks)
+            if node is not top:
+                parent.children.clear()  # its siblings go as well: no merge, no turn as a leaf
+                node.children.clear()
+                self._leaves.drop(node)
+                if self._history is not None:
+                    self._history.evicted(node.tag)
+                node.parent = None
+                self.num_nodes -= 1
+                self._count(node.tree, -node.num_tokens)
+        top.children.clear()
+        self._remove(top)
+        return blocks
+
+    def pin(self, namespace: str, tokens: bytes) -> Match:
+        """Says that all of ``tokens``, which are here, stay; the caller has to hold the returned path."""
+        tree = self._trees.get(namespace)
+        num_tokens = len(tokens) // TOKEN_BYTES
+        assert tree is not None, "pinned what is not here"
+        path, found = self._walk(tree.root, tokens)
+        assert found == num_tokens > 0, f"pinned {num_tokens} tokens, of which {found} are here"
+        if found < path[-1].end_tokens:
+            path[-1] = self._split(path[-1], found)
+        for node in path:
+            node.num_pins += 1
+        return self._assemble(path, num_tokens)
+
+    def meets(self, namespace: str, tokens: bytes, is_meant: Callable[[Node], bool]) -> bool:
+        """Whether a node that ``tokens`` run through is meant."""
+        tree = self._trees.get(namespace)
+        return tree is not None and any(map(is_meant, self._walk(tree.root, tokens)[0]))
+
+    def unpin(self, namespace: str, tokens: bytes) -> None:
+        """The way back, of one call of :meth:`pin`."""
+        path, found = self._walk(self._trees[namespace].root, tokens)
+        assert found * TOKEN_BYTES == len(tokens), "a pinned prefix is gone"
+        for node in path:
+            assert node.num_pins > 0, "unpinned more often than pinned"
+            node.num_pins -= 1
+
+    def has(self, namespace: str) -> bool:
+        """Whether anything of a namespace is here."""
+        return namespace in self._trees
+
     def forget(self) -> tuple[int, int]:
         """Drops every entry, held or not; returns blocks freed and tokens no longer findable."""
         num_freed, num_before = 0, self.num_tokens
@@ -398,6 +600,7 @@ class PrefixIndex:
         self.num_tokens = self.num_nodes = 0
         self._trees.clear()
         self._leaves.clear()
+        self._deadlines.clear()
         return num_freed, num_before
 
     def wake(self, block_ids: BlockIds) -> None:
@@ -454,6 +657,8 @@ class PrefixIndex:
         (lower,) = upper.children.values()
         parent, size = upper.parent, self._block_size
         assert parent is not None, "merged a root"
+        if upper.terms != lower.terms or upper.num_pins != lower.num_pins:
+            return 0
         if self._policy is None:
             if upper.tag is not lower.tag:
                 return 0
@@ -463,6 +668,7 @@ class PrefixIndex:
                 return 0
         if lower.num_tokens < upper.num_tokens:
             lower.last_used, lower.inserted, lower.num_uses = upper.last_used, upper.inserted, upper.num_uses
+        lower.stored_s = min(lower.stored_s, upper.stored_s)  # the deadline is the lower one's: the earlier
         kept, overridden = upper.blocks, upper.blocks[:0]
         if lower.depth_tokens % size:
             kept, overridden = upper.blocks[:-1], upper.blocks[-1:]
@@ -479,15 +685,16 @@ class PrefixIndex:
 
     # ------------------------------------------------------------ inside
 
-    def _place(self, path: list[Node], rank: int) -> None:
+    def _place(self, path: list[Node], moment: Moment) -> None:
         for node in path:
             if self._history is not None:
                 node.tag = self._history.tag_at(node.depth_tokens)
-            self._touch(node, rank)
+            self._touch(node, moment)
 
-    def _touch(self, node: Node, rank: int) -> None:
-        node.last_used = rank
-        node.inserted = node.inserted or rank  # 0: it was said that it would not come back
+    def _touch(self, node: Node, moment: Moment) -> None:
+        node.last_used = moment.rank
+        node.inserted = node.inserted or moment.rank  # 0: it was said that it would not come back
+        node.expires_s = max(node.expires_s, moment.expires_s)
         if not node.children:
             self._leaves.put(node)
 
@@ -517,6 +724,11 @@ class PrefixIndex:
         self._leaves.check_integrity(leaves)
         assert self.num_tokens == num_tokens
         assert self.num_nodes == num_nodes
+        entered = {id(node): deadline for deadline, _, node in self._deadlines}
+        for tree in self._trees.values():
+            for node in tree.nodes():
+                if node.expires_s < inf:
+                    assert entered[id(node)] <= node.expires_s, "a deadline comes up too late"
         return owners
 
     def _check_node(self, node: Node, tree: Tree, holds: npt.NDArray[np.int32]) -> None:
@@ -526,6 +738,9 @@ class PrefixIndex:
         assert parent.children.get(node.tokens[:TOKEN_BYTES]) is node, "a child under a wrong first token"
         assert node.num_tokens * TOKEN_BYTES == len(node.tokens) > 0
         assert node.depth_tokens == parent.end_tokens
+        assert parent is tree.root or parent.expires_s >= node.expires_s, "a child outlives its parent"
+        assert parent is tree.root or parent.num_pins >= node.num_pins, "a child is pinned, its parent is not"
+        assert not node.num_pins or holds[node.blocks].all(), "a pinned block can be evicted"
         first, behind = node.depth_tokens // size, -(-node.end_tokens // size)
         assert len(node.blocks) == behind - first, f"{len(node.blocks)} blocks cover [{first}, {behind})"
         is_held = holds[node.blocks] > 0

@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
+from math import inf
 from threading import Lock
 from types import TracebackType
 
 import numpy as np
 import numpy.typing as npt
 
-from ostinato.events import BlocksEvicted, BlocksStored, Event, Observer, PrefixLookedUp
+from ostinato.errors import PinRefusedError
+from ostinato.events import BlocksEvicted, BlocksStored, Event, EvictionReason, Observer, PrefixLookedUp
+from ostinato.ports import Clock
 from ostinato.types import BlockIds, Run, SlotCopy, TokenArray
 
 from .hashing import Namespace
-from .index import TOKEN_BYTES, Match, PrefixIndex
+from .index import NOTHING_NEW, TOKEN_BYTES, Match, Moment, Node, PrefixIndex
+from .pins import Pin, Pins
 from .policy import LRU, NO_HINTS, EvictionPolicy, HistoryPolicy, RequestHints, Use
 from .pool import BlockPool, BlockTable
+from .tenants import TenantBooks
+from .terms import FREE_FOR_ALL, NO_TERMS, Allowances, Purged, Selection, TenantUse, Terms, model_id
+
+PINNED_SHARE = 0.25
+"""Of all blocks: what may be pinned unless it is said otherwise."""
 
 
 class KVManager:
@@ -25,7 +34,13 @@ class KVManager:
     One lock guards all books, so any thread may call anything; it is held for microseconds, never while an
     observer runs. A single lease belongs to one thread at a time, except that anyone may ``release`` it.
 
-    Recency is a counter of look-ups and commits: no clock.
+    Recency is a counter of look-ups and commits. A clock is read only where something has a time to live.
+
+    *Quotas.* A tenant's blocks are those its leases hold and those kept for it. A lease that needs more than
+    its tenant may have takes the tenant's own least valuable blocks first; what is over when a lease is
+    released is given up at once. A quota never keeps a request from running: it bounds what stays.
+    *Time to live* counts from the last use. What has expired is not found, and goes before anything else.
+    *Pins* are never victims. *Purged* entries cannot be found from then on; blocks in use are freed later.
     """
 
     def __init__(
@@ -35,17 +50,29 @@ class KVManager:
         *,
         policy: EvictionPolicy | HistoryPolicy | None = None,
         observer: Observer | None = None,
+        clock: Clock | None = None,
+        allowances: Allowances = FREE_FOR_ALL,
+        pinned_share: float = PINNED_SHARE,
     ) -> None:
+        """``clock`` is needed where anything has a time to live; ``pinned_share`` bounds what pins hold."""
         assert block_size >= 1, f"block size {block_size}"
         assert 1 <= num_blocks * block_size < 2**31, f"{num_blocks} blocks of {block_size}: slots are int32"
         self.num_blocks = num_blocks
         self.block_size = block_size
         self._observer = observer
         self._lock = Lock()
-        self._pool = BlockPool(num_blocks)
+        self._clock = clock
+        self._allowances = allowances
+        self._books = TenantBooks(num_blocks)
+        self._pool = BlockPool(num_blocks, self._books.freed)
         self._index = PrefixIndex(block_size, self._pool, policy or LRU())
+        self._pins = Pins(self._index, self._pool, self._release_blocks)
+        self._max_pinned_blocks = int(pinned_share * num_blocks)
         self._rank = 0
         self._leases: set[Lease] = set()
+        self._news_lock = Lock()  # before the other one
+        self.news: Callable[[], Iterable[Selection]] | None = None
+        """What others have purged since this was asked last; asked before anything is looked up or kept."""
 
     # ------------------------------------------------------------ what there is
 
@@ -65,6 +92,25 @@ class KVManager:
         return self._pool.num_held
 
     @property
+    def num_pinned_blocks(self) -> int:
+        """Blocks that pins hold; they count as held, too."""
+        return self._pins.num_blocks
+
+    @property
+    def num_pins(self) -> int:
+        return len(self._pins)
+
+    @property
+    def max_pinned_blocks(self) -> int:
+        """How many blocks may be pinned."""
+        return self._max_pinned_blocks
+
+    @property
+    def num_usable_tokens(self) -> int:
+        """The longest sequence there can be room for, whatever is pinned now."""
+        return (self.num_blocks - self._pins.num_blocks) * self.block_size
+
+    @property
     def num_leases(self) -> int:
         """Leases not yet released, also those that hold nothing."""
         return len(self._leases)
@@ -76,29 +122,43 @@ class KVManager:
 
     # ------------------------------------------------------------ the flow
 
-    def acquire(self, namespace: Namespace, tokens: TokenArray, *, hints: RequestHints = NO_HINTS) -> Lease:
+    def acquire(
+        self,
+        namespace: Namespace,
+        tokens: TokenArray,
+        *,
+        hints: RequestHints = NO_HINTS,
+        terms: Terms = NO_TERMS,
+    ) -> Lease:
         """Finds the longest cached prefix of ``tokens`` and holds it: one step, which cannot fail.
 
         The hit is exact to the token (stored tokens are compared) and at most ``len(tokens) - 1`` long,
-        because the last token's logits are wanted. ``hints`` are for the policy. Emits ``PrefixLookedUp``.
+        because the last token's logits are wanted. ``hints`` are for the policy, ``terms`` say for how long
+        and under which name this request's tokens are kept. Emits ``PrefixLookedUp``.
         """
         data = _as_bytes(tokens)
+        self._hear_news()
         with self._lock:
             self._rank += 1
-            match = self._index.match(namespace.digest, data, max(0, len(tokens) - 1), self._rank)
+            moment = self._moment(namespace.tenant, terms)
+            expired = self._expire(moment.now_s)
+            match = self._index.match(namespace.digest, data, max(0, len(tokens) - 1), moment)
             self._pool.hold(match.blocks)
             if match.overridden:
                 self._pool.hold(_as_block_ids(match.overridden))
-            lease = Lease(self, namespace, match, data[: match.num_tokens * TOKEN_BYTES], hints)
+            lease = Lease(self, namespace, match, data[: match.num_tokens * TOKEN_BYTES], hints, terms)
             self._leases.add(lease)
+        self._emit_evicted(*expired, "expired")
         self._emit(PrefixLookedUp(len(tokens), match.num_tokens))
         return lease
 
     def peek(self, namespace: Namespace, tokens: TokenArray) -> int:
         """How long a hit ``acquire`` would find now. Holds nothing, and is no use of what it finds."""
         data = _as_bytes(tokens)
+        self._hear_news()
         with self._lock:
-            return min(self._index.peek(namespace.digest, data), max(0, len(tokens) - 1))
+            found = self._index.peek(namespace.digest, data, self._now_s())
+            return min(found, max(0, len(tokens) - 1))
 
     def demote(self, namespace: Namespace, tokens: TokenArray) -> int:
         """A hint: this sequence will not go on (its session was closed, its branch lost, its user left).
@@ -119,37 +179,162 @@ class KVManager:
         self._emit_evicted(num_blocks, num_tokens)
         return num_blocks
 
+    # ------------------------------------------------------------ operators
+
+    def pin(
+        self, namespace: Namespace, tokens: TokenArray, *, ttl_s: float = inf, terms: Terms = NO_TERMS
+    ) -> Pin | None:
+        """Keeps the whole blocks of ``tokens`` that are cached, for ``ttl_s`` seconds or until ``unpin``.
+
+        ``None``: not one is. The same again moves the end of the same pin.
+
+        Raises:
+            PinRefusedError: more blocks than may be pinned, or than the tenant may keep.
+        """
+        assert ttl_s > 0, f"pinned for {ttl_s} seconds"
+        size, data = self.block_size, _as_bytes(tokens)
+        self._hear_news()
+        with self._lock:
+            self._rank += 1
+            moment = self._moment(namespace.tenant, terms)
+            expires_s = moment.now_s + ttl_s
+            assert expires_s == inf or self._clock is not None, "a TTL needs a clock"
+            expired = self._expire(moment.now_s)
+            whole = self._index.peek(namespace.digest, data, moment.now_s) // size * size
+            pin = None
+            if whole:
+                match = self._index.match(namespace.digest, data[: whole * TOKEN_BYTES], whole, moment)
+                self._check_pin(namespace.tenant, self._pins.num_new(match))
+                pin = self._pins.put(namespace, data[: whole * TOKEN_BYTES], moment, expires_s)
+        self._emit_evicted(*expired, "expired")
+        return pin
+
+    def unpin(self, pin_id: str) -> bool:
+        """Lets go of a pin; false when there is none of this name (any more)."""
+        with self._lock:
+            self._pins.expire(self._now_s())
+            tenants = {pin.id: pin.tenant for pin in self._pins.view(0.0)}
+            found = self._pins.drop(pin_id)
+            given_up = self._give_up_excess(tenants[pin_id]) if found else (0, 0)
+        self._emit_evicted(*given_up, "quota")
+        return found
+
+    def pins(self) -> list[Pin]:
+        """All pins there are, oldest first."""
+        with self._lock:
+            now_s = self._now_s()
+            self._pins.expire(now_s)
+            return self._pins.view(now_s)
+
+    def tenants(self) -> list[TenantUse]:
+        """Every tenant that has blocks."""
+        with self._lock:
+            uses = sorted(self._books.tenants(), key=lambda use: -use[1])
+        return [TenantUse(tenant, num, self._allowances.of(tenant).max_blocks) for tenant, num in uses]
+
+    def purge(self, selection: Selection) -> Purged:
+        """Drops what is selected: when this returns none of it can be found, nor kept by whoever uses it.
+
+        Blocks in use are freed when they are released.
+        """
+        with self._lock:
+            now_s, num_free = self._now_s(), self._pool.num_free
+
+            def is_meant(node: Node) -> bool:
+                return selection.takes_entry(node.terms.prompt, now_s - node.stored_s)
+
+            spaces = [s for s in self._books.spaces() if selection.takes_space(s.tenant, model_id(s.weights))]
+            num_pins = self._pins.drop_meant(spaces, is_meant)
+            num_tokens = 0
+            lost: set[int] = set()
+            for space in spaces:
+                num_lost, block_ids = self._index.purge(space.digest, is_meant)
+                num_tokens += num_lost
+                lost.update(block_ids.tolist())
+            for lease in self._leases:
+                lease._is_purged |= self._is_of(lease, selection, lost)
+            num_held = self._pool.count_held(_as_block_ids(lost))
+            num_freed = self._pool.num_free - num_free
+        self._emit_evicted(num_freed, num_tokens, "purged")
+        return Purged(num_tokens, num_freed, num_held, num_pins)
+
+    def _is_of(self, lease: Lease, selection: Selection, lost: set[int]) -> bool:
+        """Whether what a lease goes on to write is purged, too: it is of the selection, or continues it."""
+        if not selection.takes_space(lease.namespace.tenant, model_id(lease.namespace.weights)):
+            return False
+        return selection.takes_entry(lease._terms.prompt, 0.0) or not lost.isdisjoint(lease._held_blocks())
+
+    def _check_pin(self, tenant: str, num_new: int) -> None:
+        num_pinned, most = self._pins.num_blocks, self._max_pinned_blocks
+        if num_pinned + num_new > most:
+            raise PinRefusedError(
+                f"{num_new} blocks more cannot be pinned: {num_pinned} are, and at most {most} of "
+                f"{self.num_blocks} may be; unpin something or raise the share",
+                num_blocks=num_pinned + num_new,
+                max_blocks=most,
+            )
+        quota = self._allowances.of(tenant).max_blocks
+        if quota is not None and self._pins.num_blocks_of(tenant) + num_new > quota:
+            raise PinRefusedError(
+                f"{num_new} blocks more cannot be pinned: this tenant has pinned "
+                f"{self._pins.num_blocks_of(tenant)} of the {quota} it may keep",
+                num_blocks=self._pins.num_blocks_of(tenant) + num_new,
+                max_blocks=quota,
+            )
+
     def check_integrity(self) -> None:
         """Asserts every invariant of pool, index and leases. For tests: it looks at everything."""
         with self._lock:
             holds = np.zeros(self.num_blocks, np.int32)
             for lease in self._leases:
                 lease._tally(holds)
+            for block_ids in self._pins.tally():
+                holds[block_ids] += 1
+            self._pins.check_integrity()
             owners = self._index.check_integrity(holds)
             self._pool.check_integrity(holds, owners)
+            self._books.check_integrity(np.flatnonzero(holds + owners))
 
     # ------------------------------------------------------------ what leases ask for
 
     def _reserve(self, lease: Lease, num_tokens: int, spare_tokens: int) -> bool:
         size, pool, table = self.block_size, self._pool, lease._table
         num_needed = -(-num_tokens // size)
-        num_evicted = num_lost = 0
+        tenant = lease.namespace.tenant
+        given_up = evicted = (0, 0)
         with self._lock:
             assert not lease._is_released, "reserved on a released lease"
             num_missing = num_needed - table.num_blocks + lease._needs_copy
             if num_missing > pool.num_free + pool.num_evictable:
-                num_pinned = 0 if lease._source is None else 1
-                if len(self._leases) > 1 or num_needed + num_pinned > self.num_blocks:
+                if not self._can_take_over(lease, num_needed):
                     return False
-                num_evicted, num_lost = self._take_over(lease)
-                num_missing = num_needed - table.num_blocks
-            elif num_missing > pool.num_free:
-                num_evicted, num_lost = self._index.evict(num_missing - pool.num_free)
+                evicted = self._take_over(lease)
+                num_missing = num_needed - table.num_blocks + lease._needs_copy
+            else:
+                given_up = self._give_up_excess(tenant, num_missing)
+                if num_missing > pool.num_free:
+                    evicted = self._index.evict(num_missing - pool.num_free)
             if num_missing:
                 num_spare = -(-(num_tokens + spare_tokens) // size) - num_needed
                 self._grow(lease, num_missing, min(num_spare, pool.num_free - num_missing))
-        self._emit_evicted(num_evicted, num_lost)
+        self._emit_evicted(*given_up, "quota")
+        self._emit_evicted(*evicted)
         return True
+
+    def _give_up_excess(self, tenant: str, num_more: int = 0) -> tuple[int, int]:
+        """Gives up a tenant's least valuable blocks until it has room for ``num_more`` within its quota.
+
+        What its leases hold stays. Returns blocks freed and tokens no longer findable.
+        """
+        quota = self._allowances.of(tenant).max_blocks
+        if quota is None:
+            return 0, 0
+        num_over = self._books.num_blocks(tenant) + num_more - quota
+        if num_over <= 0:
+            return 0, 0
+        num_before = self._index.num_tokens
+        num_freed = self._index.evict_from(self._books.spaces_of(tenant), num_over)
+        return num_freed, num_before - self._index.num_tokens
 
     def _grow(self, lease: Lease, num_blocks: int, num_spare: int) -> None:
         """Appends free blocks to a lease's table, the first of them its copy of a shared last block."""
@@ -159,12 +344,25 @@ class KVManager:
             table.drop_last()
         after = int(table.ids[-1]) if table.num_blocks else None
         fresh = self._pool.allocate(num_blocks, after=after, num_spare=num_spare)
+        self._books.took(lease.namespace.tenant, fresh)
         table.append(fresh)
         if shared is not None:
             source, target = shared * self.block_size, int(fresh[0]) * self.block_size
             lease._copies += (SlotCopy(source, target, lease.prefix_len % self.block_size),)
             lease._source = shared  # its hold passes from the table to here
             lease._needs_copy = False
+
+    def _can_take_over(self, lease: Lease, num_needed: int) -> bool:
+        """Whether the only lease there is has room for so many blocks when all but the pinned are its own."""
+        if len(self._leases) > 1:
+            return False
+        table = lease._table.ids
+        num_others = self._pins.num_blocks_outside(table)
+        if lease._needs_copy and self._pins.holds(int(table[-1])):
+            num_others += 1
+        if lease._source is not None and not self._pins.holds(lease._source):
+            num_others += 1
+        return num_needed + num_others <= self.num_blocks
 
     def _take_over(self, lease: Lease) -> tuple[int, int]:
         """Makes everything the only lease covers its own, so that it can have every block there is.
@@ -173,15 +371,17 @@ class KVManager:
         shared last block and its copy would have to exist at once. Nothing worth keeping is lost: all else
         has to be evicted anyway, and the next commit makes this lease's tokens findable again.
         """
-        num_blocks, num_tokens = self._index.forget()
-        num_before = self._pool.num_free
+        num_free, num_tokens = self._pool.num_free, self._index.num_tokens
+        self._index.forget()
+        self._pins.restore(self._rank, self._now_s(), Moment)
         self._release_blocks(_as_block_ids(lease._also_held))
         lease._also_held.clear()
-        lease._needs_copy = False
-        return num_blocks + self._pool.num_free - num_before, num_tokens
+        lease._needs_copy = lease._needs_copy and self._pins.holds(int(lease._table.ids[-1]))
+        return self._pool.num_free - num_free, num_tokens - self._index.num_tokens
 
     def _commit(self, lease: Lease, tokens: TokenArray) -> int:
         data = _as_bytes(tokens)
+        self._hear_news()
         with self._lock:
             assert not lease._is_released, "committed on a released lease"
             assert not lease._copies, "committed before the copies were taken"
@@ -193,8 +393,12 @@ class KVManager:
                 return 0  # this lease has written nothing yet, and its copy may not have run
             lease._tokens = data
             self._rank += 1
-            table = lease._table.ids
-            inserted = self._index.insert(lease.namespace.digest, data, table, self._rank, lease._use)
+            inserted = NOTHING_NEW
+            if not lease._is_purged:
+                table, space = lease._table.ids, lease.namespace
+                moment = self._moment(space.tenant, lease._terms)
+                inserted = self._index.insert(space.digest, data, table, moment, lease._use)
+                self._books.note(space, self._index.has)
             if inserted.path is not None:
                 self._hold_path(lease, inserted.path)
             if lease._source is not None:
@@ -217,6 +421,7 @@ class KVManager:
             lease._also_held |= fresh
 
     def _release(self, lease: Lease) -> None:
+        given_up = (0, 0)
         with self._lock:
             if lease._is_released:
                 return
@@ -227,6 +432,8 @@ class KVManager:
                 self._release_blocks(_as_block_ids(lease._also_held))
             if lease._source is not None:
                 self._release_blocks(_as_block_ids((lease._source,)))
+            given_up = self._give_up_excess(lease.namespace.tenant)
+        self._emit_evicted(*given_up, "quota")
 
     def _release_blocks(self, block_ids: BlockIds) -> None:
         self._index.wake(self._pool.release(block_ids))
@@ -237,9 +444,29 @@ class KVManager:
         if self._observer is not None:
             self._observer(event)
 
-    def _emit_evicted(self, num_blocks: int, num_tokens: int) -> None:
+    def _emit_evicted(self, num_blocks: int, num_tokens: int, reason: EvictionReason = "capacity") -> None:
         if num_blocks or num_tokens:
-            self._emit(BlocksEvicted(num_tokens, num_blocks))
+            self._emit(BlocksEvicted(num_tokens, num_blocks, reason))
+
+    def _hear_news(self) -> None:
+        """Does here what others have purged. One at a time: nobody may look before it is done."""
+        if self.news is not None:
+            with self._news_lock:
+                for selection in self.news():
+                    self.purge(selection)
+
+    def _now_s(self) -> float:
+        return 0.0 if self._clock is None else self._clock.monotonic()
+
+    def _moment(self, tenant: str, terms: Terms) -> Moment:
+        ttl_s = self._allowances.ttl_s(tenant, terms)
+        assert ttl_s == inf or self._clock is not None, "a TTL needs a clock"
+        return Moment(self._rank, self._now_s(), ttl_s, terms)
+
+    def _expire(self, now_s: float) -> tuple[int, int]:
+        if len(self._pins):
+            self._pins.expire(now_s)
+        return self._index.expire(now_s)
 
 
 class Lease:
@@ -252,11 +479,13 @@ class Lease:
     __slots__ = (
         "_also_held",
         "_copies",
+        "_is_purged",
         "_is_released",
         "_manager",
         "_needs_copy",
         "_source",
         "_table",
+        "_terms",
         "_tokens",
         "_use",
         "namespace",
@@ -264,7 +493,13 @@ class Lease:
     )
 
     def __init__(
-        self, manager: KVManager, namespace: Namespace, match: Match, tokens: bytes, hints: RequestHints
+        self,
+        manager: KVManager,
+        namespace: Namespace,
+        match: Match,
+        tokens: bytes,
+        hints: RequestHints,
+        terms: Terms,
     ) -> None:
         self.namespace = namespace
         self.prefix_len = match.num_tokens
@@ -276,6 +511,8 @@ class Lease:
         self._also_held = set(match.overridden)
         self._tokens = tokens  # found or committed so far
         self._use = Use(namespace.digest, hints)
+        self._terms = terms
+        self._is_purged = False
         self._is_released = False
 
     def __enter__(self) -> Lease:
@@ -290,6 +527,16 @@ class Lease:
     def num_tokens_reserved(self) -> int:
         """How many tokens the table has room for. A shared last block counts up to the hit only."""
         return self.prefix_len if self._needs_copy else self._table.num_blocks * self._manager.block_size
+
+    @property
+    def terms(self) -> Terms:
+        """For how long and under which name its tokens are kept."""
+        return self._terms
+
+    @property
+    def is_purged(self) -> bool:
+        """Whether a purge has caught it: what it computes is its own, and is not kept anywhere."""
+        return self._is_purged
 
     @property
     def block_ids(self) -> BlockIds:
@@ -347,6 +594,10 @@ class Lease:
             f"tokens [{start}, {end}) of {self.num_tokens_reserved} reserved"
         )
 
+    def _held_blocks(self) -> set[int]:
+        held = self._also_held.union(self._table.ids.tolist())
+        return held if self._source is None else held | {self._source}
+
     def _tally(self, holds: npt.NDArray[np.int32]) -> None:
         """Adds what this lease holds to every block's count."""
         holds[self._table.ids] += 1
@@ -363,10 +614,11 @@ class CacheView:
 
     manager: KVManager
     namespace: Namespace
+    terms: Terms = NO_TERMS
 
     def acquire(self, tokens: TokenArray) -> Lease:
-        """``KVManager.acquire`` in this namespace."""
-        return self.manager.acquire(self.namespace, tokens)
+        """``KVManager.acquire`` in this namespace, on these terms."""
+        return self.manager.acquire(self.namespace, tokens, terms=self.terms)
 
 
 def _as_bytes(tokens: TokenArray) -> bytes:

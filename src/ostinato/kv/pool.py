@@ -8,6 +8,7 @@ sequence's blocks come out consecutive and its attention reads few long runs.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
+from collections.abc import Callable
 from itertools import pairwise
 
 import numpy as np
@@ -92,10 +93,21 @@ class FreeExtents:
 class BlockPool:
     """Counts of every block. All ``block_ids`` arguments hold distinct ids; nothing here locks."""
 
-    __slots__ = ("_free", "_holds", "_owners", "num_blocks", "num_evictable", "num_free", "num_held")
+    __slots__ = (
+        "_free",
+        "_freed",
+        "_holds",
+        "_owners",
+        "num_blocks",
+        "num_evictable",
+        "num_free",
+        "num_held",
+    )
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, freed: Callable[[BlockIds], None] | None = None) -> None:
+        """``freed`` is told of all blocks that become free."""
         assert num_blocks >= 1, f"a pool of {num_blocks} blocks"
+        self._freed = freed
         self.num_blocks = num_blocks
         self.num_free = num_blocks
         self.num_held = 0
@@ -190,6 +202,8 @@ class BlockPool:
 
     def _add_free(self, block_ids: BlockIds) -> None:
         self.num_free += len(block_ids)
+        if self._freed is not None:
+            self._freed(block_ids)
         ordered = np.sort(block_ids)
         bounds = [0, *(np.flatnonzero(np.diff(ordered) != 1) + 1).tolist(), len(ordered)]
         for first, behind in pairwise(bounds):
