@@ -27,7 +27,7 @@ class Settings:
     Attributes:
         model: alias, Hugging Face id, folder or ``.gguf`` file.
         store: folder that keeps fetched models; ``None``: ``$XDG_CACHE_HOME/ostinato/models``.
-        kv_cache: KV capacity in bytes; memory is touched only as it fills.
+        kv_cache: KV capacity in bytes; memory is touched only as it fills (ahead, with a shared tier).
         shared_tier: folder in which this machine's processes keep KV blocks, also across restarts;
             ``None``: none. Under ``/dev/shm`` it is memory.
         shared_tier_bytes: what the blocks in it may take.

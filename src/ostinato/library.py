@@ -295,6 +295,8 @@ def _tier_link(settings: Settings, runner: PagedRunner, clock: Clock) -> TierLin
     """The shared tier that was asked for. Models of different size share a folder, not a slab."""
     if settings.shared_tier is None:
         return None
+    import psutil
+
     from .kv.codec import RawCodec
     from .kv.tiers.shared import SharedTier
     from .kv.transfer import TierLink
@@ -310,7 +312,8 @@ def _tier_link(settings: Settings, runner: PagedRunner, clock: Clock) -> TierLin
     folder = settings.shared_tier / f"blocks-of-{size}-bytes"
     tier = SharedTier.open(folder, slot_bytes=size, capacity_bytes=settings.shared_tier_bytes)
     buffered_bytes = max(_WRITE_BACK_BYTES, 2 * size)
-    return TierLink(tier, codec, settings.block_size, clock, max_buffered_bytes=buffered_bytes)
+    ahead = runner.arena.populate(psutil.virtual_memory().available // 4)
+    return TierLink(tier, codec, settings.block_size, clock, max_buffered_bytes=buffered_bytes, idle=ahead)
 
 
 def _check_device(name: str, torch: Any) -> None:

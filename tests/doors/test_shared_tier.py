@@ -33,7 +33,7 @@ def test_an_answer_after_a_restart_is_the_same_and_reads_its_prompt(folder: Path
     assert len(texts) == 1
     assert cold.usage.cached_tokens == other.usage.cached_tokens == 0
     usable = warm.usage.prompt_tokens - 1
-    assert warm.usage.cached_tokens == usable - usable % 4 > 0
+    assert warm.usage.cached_tokens == min(usable, warm.usage.prompt_tokens // 4 * 4) > 0
     assert again.usage.cached_tokens == usable
     # What was read is not reported as written.
     assert warm.usage.written_tokens == cold.usage.written_tokens - warm.usage.cached_tokens

@@ -14,6 +14,7 @@ import torch
 
 from ostinato.engines.batching import Batcher, BatchingSettings, Sequence, SequenceStats
 from ostinato.engines.runners import LoadedModel, PagedRunner, StatefulRunner
+from ostinato.events import Observer
 from ostinato.kv.codec import RawCodec
 from ostinato.kv.hashing import Namespace
 from ostinato.kv.manager import KVManager
@@ -77,6 +78,8 @@ class Harness:
         folder: Path | None = None,
         slots: int = 1000,
         buffers: int = 1000,
+        tier_type: type[SharedTier] = SharedTier,
+        observer: Observer | None = None,
     ) -> None:
         """``folder``: of a lower tier with ``slots`` blocks; ``buffers`` of them may be on their way."""
         self.manager = KVManager(num_blocks, block_size)
@@ -91,7 +94,7 @@ class Harness:
             assert isinstance(self.runner, PagedRunner)
             codec = RawCodec(self.runner.arena.groups, block_size)
             size = codec.payload_bytes
-            tier = SharedTier.open(folder, slot_bytes=size, capacity_bytes=size * slots)
+            tier = tier_type.open(folder, slot_bytes=size, capacity_bytes=size * slots)
             self.link = TierLink(tier, codec, block_size, SystemClock(), max_buffered_bytes=size * buffers)
         self.batcher = Batcher(
             self.runner,
@@ -100,6 +103,7 @@ class Harness:
             BatchingSettings(
                 max_batch_tokens=max_batch_tokens, max_sequences=8, max_waiting=max_waiting, growth_tokens=8
             ),
+            observer=observer,
             tier_link=self.link,
         )
 

@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 
 from ostinato.kv.hashing import BlockKey, Namespace, block_keys
-from ostinato.kv.manager import KVManager
+from ostinato.kv.manager import KVManager, Lease
 from ostinato.kv.tiers.base import Found, Outcome, Status
 from ostinato.kv.tiers.shared import SharedTier
-from ostinato.kv.transfer import Rates, TierLink, WriteBack
+from ostinato.kv.transfer import Chain, Rates, TierLink, WriteBack
 from ostinato.ports import SystemClock
+from ostinato.types import TokenArray
 
 BLOCK = 4
 NAMESPACE = Namespace("w", "t", "c", "l", "d", "r")
@@ -47,6 +48,17 @@ class SlowTier(SharedTier):
     def store_all(self, blocks: Sequence[tuple[BlockKey, Sequence[memoryview]]]) -> list[Outcome]:
         assert self.gate.wait(10)
         return super().store_all(blocks)
+
+
+def promote(link: TierLink, lease: Lease, tokens: TokenArray) -> int:
+    """Loads what can be loaded, waiting for it."""
+    done = threading.Event()
+    chain = Chain()
+    load = link.begin(lease, tokens, chain, done.set)
+    if load is None:
+        return lease.prefix_len
+    assert done.wait(10)
+    return link.finish(load, lease, tokens, chain)
 
 
 @pytest.fixture
@@ -117,44 +129,60 @@ def test_a_lease_is_filled_from_below_and_only_with_whole_blocks(tier: SlowTier)
     first = KVManager(16, BLOCK)
     with first.acquire(NAMESPACE, TOKENS[:23]) as lease:
         assert lease.reserve(23)
-        assert link.promote(lease, TOKENS[:23]) == 0
+        assert promote(link, lease, TOKENS[:23]) == 0
         codec.slots[lease.slots(0, 23)] = TOKENS[:23]
         lease.commit(TOKENS[:23])
-        assert link.offer(lease, TOKENS[:10], 0) == 2
-        assert link.offer(lease, TOKENS[:23], 2) == 5
+        chain = Chain()
+        link.offer(lease, TOKENS[:10], chain)
+        assert chain.num_below == 2
+        link.offer(lease, TOKENS[:23], chain)
+        assert chain.num_below == 5
         assert link.write_back.flush(10)
     codec.slots[:] = 0
     second = KVManager(16, BLOCK)
     with second.acquire(NAMESPACE, TOKENS) as lease:
         assert lease.reserve(len(TOKENS))
-        assert link.promote(lease, TOKENS) == 20
+        assert promote(link, lease, TOKENS) == 20
         assert np.array_equal(codec.slots[lease.slots(0, 20)], TOKENS[:20])
         assert not codec.slots[lease.slots(20, 40)].any()
     assert second.peek(NAMESPACE, TOKENS) == 20
-    # The last token's logits are wanted: of a prompt that is here as a whole, its last block is not read.
+    # The last token's logits are wanted: of a prompt that is here as a whole, it alone is computed again.
     third = KVManager(16, BLOCK)
     with third.acquire(NAMESPACE, TOKENS[:20]) as lease:
         assert lease.reserve(20)
-        assert link.promote(lease, TOKENS[:20]) == 16
+        assert promote(link, lease, TOKENS[:20]) == 19
+        assert np.array_equal(codec.slots[lease.slots(0, 20)], TOKENS[:20])
     # What the arena has is longer than what is below: nothing to gain.
     with first.acquire(NAMESPACE, TOKENS[:24]) as lease:
         assert lease.prefix_len == 23
         assert lease.reserve(24)
         lease.take_copies()
-        assert link.promote(lease, TOKENS[:24]) == 23
+        assert promote(link, lease, TOKENS[:24]) == 23
     for manager in (first, second, third):
         manager.check_integrity()
-    assert link.num_promoted_tokens == 36
-    link.write_back.close()
+    assert link.counters.loaded_tokens == 39
+    link.close()
 
 
 def test_the_faster_way_is_taken() -> None:
     rates = Rates()
-    assert rates.is_loading_faster()
+    assert rates.is_loading_faster(16, 16)
     rates.note_load(10, 1.0)
-    assert rates.is_loading_faster()
+    assert rates.is_loading_faster(16, 16)
     rates.note_compute(10, 0.5)
-    assert not rates.is_loading_faster()
+    assert not rates.is_loading_faster(16, 16)
     for _ in range(20):
         rates.note_compute(10, 5.0)
-    assert rates.is_loading_faster()
+    assert rates.is_loading_faster(16, 16)
+    assert not rates.is_loading_faster(16, 1), "a whole block is read for one token"
+
+
+def test_a_tier_that_was_slow_once_is_tried_again_some_day() -> None:
+    rates = Rates()
+    rates.note_load(1, 10.0)
+    rates.note_compute(1, 1.0)
+    refusals = 0
+    while not rates.is_loading_faster(1, 1):
+        refusals += 1
+        assert refusals < 1000
+    assert refusals > 10

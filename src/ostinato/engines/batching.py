@@ -24,8 +24,9 @@ import numpy as np
 from ..errors import EngineError, QueueFullError, ShuttingDownError
 from ..events import Observer, Preempted, StepFinished
 from ..kv.hashing import Namespace
+from ..kv.loading import Load
 from ..kv.manager import KVManager, Lease
-from ..kv.transfer import TierLink
+from ..kv.transfer import Chain, TierLink
 from ..ports import Clock
 from ..types import FinishReason, Plan, SamplingParams, SequencePlan, SlotCopy, TokenArray, TokenLogprob
 from .base import ModelRunner, Sampled
@@ -34,6 +35,7 @@ from .worker import Worker
 _log = logging.getLogger(__name__)
 
 _ROOM_POLL_S = 0.02
+_LOOK_AHEAD = 8  # of those that wait for their turn to compute, so many may load meanwhile
 _RETRY_AFTER_S = 5.0
 
 
@@ -81,9 +83,9 @@ class Sequence:
     """One sequence from arrival to end. Only the engine's thread touches it after ``submit``."""
 
     __slots__ = (
-        "_tokens", "arrived_s", "cached_tokens", "cancelled", "first_token_s", "id", "lease", "max_new",
-        "namespace", "num_computed", "num_offered", "num_prompt", "num_tokens", "params", "sink", "started_s",
-        "stop_token_ids", "written_tokens",
+        "_tokens", "arrived_s", "cached_tokens", "cancelled", "chain", "copies", "first_token_s", "id",
+        "lease", "load", "max_new", "namespace", "num_computed", "num_prompt", "num_tokens", "params", "sink",
+        "started_s", "stop_token_ids", "written_tokens",
     )  # fmt: skip
 
     def __init__(
@@ -109,8 +111,10 @@ class Sequence:
         self._tokens = np.empty(len(prompt) + min(max_new_tokens, 256), dtype=np.int32)
         self._tokens[: len(prompt)] = prompt
         self.num_computed = 0
-        self.num_offered = 0  # blocks sent to the lower tier
+        self.chain = Chain()  # what the lower tier knows of it
         self.lease: Lease | None = None
+        self.load: Load | None = None  # while it waits: what is being read into its lease's blocks
+        self.copies: tuple[SlotCopy, ...] = ()  # which the lease asked for, until the load is done
         self.cancelled = False
         self.cached_tokens = 0
         self.written_tokens = 0
@@ -262,9 +266,10 @@ class Batcher:
         self._end_cancelled()
         plan, planned = self._schedule()
         if not plan.sequences:
-            # Everyone waits for room that a lease outside the engine holds.
+            # Everyone waits: for room that a lease outside the engine holds, or for the lower tier.
             with self._wake:
-                if self._waiting and not self._running:
+                has_news = self._inbox or any(s.load and s.load.is_done for s in self._waiting)
+                if self._waiting and not has_news and not self._stopping:
                     self._wake.wait(_ROOM_POLL_S)
             return
         started_s = self._clock.monotonic()
@@ -297,6 +302,7 @@ class Batcher:
     def _schedule(self) -> tuple[Plan, list[Sequence]]:
         """Choose this step's rows. Decoding comes first, then prompts in order of arrival."""
         self._copies = []
+        self._take_loaded()
         budget = self._settings.max_batch_tokens
         planned: list[tuple[Sequence, int]] = []
         for sequence in [s for s in self._running if not s.is_prefilling]:
@@ -306,8 +312,8 @@ class Batcher:
         budget -= len(planned)
         for sequence in [s for s in self._running if s.is_prefilling]:
             budget -= self._plan_chunk(sequence, budget, planned)
-        while budget > 0 and self._waiting and len(self._running) < self._settings.max_sequences:
-            admitted = self._admit()
+        while self._num_open < self._settings.max_sequences:
+            admitted = self._admit(can_compute=budget > 0)
             if admitted is None:
                 break
             budget -= self._plan_chunk(admitted, budget, planned)
@@ -338,6 +344,8 @@ class Batcher:
         """Room for a decoding sequence's next row, taken from the youngest if it must be."""
         assert sequence.lease is not None
         while not sequence.lease.reserve(sequence.num_tokens, spare_tokens=self._settings.growth_tokens):
+            if self._stop_a_load():
+                return False  # what it held is free in a moment; this one pauses until then
             youngest = self._running[-1]
             if youngest is sequence and sequence.num_tokens > self._num_slots:
                 self._running.remove(sequence)
@@ -358,9 +366,16 @@ class Batcher:
         self._runner.release_state(sequence.id)
         self._waiting.appendleft(sequence)
 
-    def _admit(self) -> Sequence | None:
-        """Look up, hold and reserve for the first waiting sequence that can start now."""
-        for place, sequence in enumerate(self._waiting):
+    def _admit(self, *, can_compute: bool) -> Sequence | None:
+        """Look up, hold and reserve for the first waiting sequence that can start now.
+
+        Those of which the lower tier has more than the arena begin to load on the way, and go on waiting.
+        """
+        for place, sequence in enumerate(list(self._waiting)):
+            if sequence.load is not None:
+                continue
+            if not can_compute and not (place < _LOOK_AHEAD and self._is_below(sequence)):
+                continue
             if self._info.reuse and self._shares_with_running(sequence):
                 continue
             manager = self._manager
@@ -379,27 +394,79 @@ class Batcher:
                 self._refused = refused
                 return None  # in order of arrival: nobody overtakes for being small
             self._refused = None
-            copies = lease.take_copies()
-            sequence.num_computed = self._promote(sequence, lease)
-            if sequence.num_computed == lease.prefix_len:
-                self._copies += copies
-            if sequence.started_s is None:
-                sequence.started_s = self._clock.monotonic()
-                sequence.cached_tokens = sequence.num_computed
-                self._runner.open(sequence.id, sequence.tokens[: sequence.num_prompt], sequence.params)
-            return sequence
+            sequence.copies = lease.take_copies()
+            if self._tier_link is not None and self._info.reuse:
+                sequence.load = self._tier_link.begin(lease, sequence.tokens, sequence.chain, self._notify)
+            if sequence.load is None:
+                self._start(sequence, lease.prefix_len)
+                return sequence
+            self._running.pop()
+            self._waiting.insert(place, sequence)
+            if self._num_open >= self._settings.max_sequences:
+                return None
         return None
 
-    def _promote(self, sequence: Sequence, lease: Lease) -> int:
-        """How many leading tokens need no computing: the hit, and what the lower tier adds to it."""
-        sequence.num_offered = 0
-        if self._tier_link is None or not self._info.reuse:
-            return lease.prefix_len
-        return self._tier_link.promote(lease, sequence.tokens)
+    def _start(self, sequence: Sequence, num_computed: int) -> None:
+        """Of a running sequence: so many leading tokens have their KV."""
+        assert sequence.lease is not None
+        if (
+            num_computed == sequence.lease.prefix_len
+        ):  # otherwise what was to be copied has been read as a whole
+            self._copies += sequence.copies
+        sequence.copies = ()
+        sequence.num_computed = num_computed
+        if sequence.started_s is None:
+            sequence.started_s = self._clock.monotonic()
+            sequence.cached_tokens = num_computed
+            self._runner.open(sequence.id, sequence.tokens[: sequence.num_prompt], sequence.params)
+
+    @property
+    def _num_open(self) -> int:
+        """Sequences that run, or wait for the lower tier with all the room they need."""
+        return len(self._running) + sum(sequence.load is not None for sequence in self._waiting)
+
+    def _is_below(self, sequence: Sequence) -> bool:
+        """Whether the lower tier has more of a sequence than the arena, as far as anybody looked."""
+        link = self._tier_link
+        if link is None or not self._info.reuse:
+            return False
+        below = link.num_tokens_below(sequence.namespace, sequence.tokens, sequence.chain)
+        return below > 0 and below > self._manager.peek(sequence.namespace, sequence.tokens)
+
+    def _take_loaded(self) -> None:
+        """Sequences whose blocks have been read go on from there; those that were stopped wait again."""
+        for sequence in [s for s in self._waiting if s.load is not None and s.load.is_done]:
+            load, lease = sequence.load, sequence.lease
+            assert load is not None
+            assert lease is not None
+            assert self._tier_link is not None
+            place = self._waiting.index(sequence)
+            del self._waiting[place]
+            self._running.append(sequence)  # so that whatever fails from here on ends it
+            sequence.load = None
+            num_computed = self._tier_link.finish(load, lease, sequence.tokens, sequence.chain)
+            if load.is_stopped:
+                self._running.pop()
+                self._release(sequence)
+                self._waiting.insert(place, sequence)
+            else:
+                self._start(sequence, num_computed)
+
+    def _stop_a_load(self) -> bool:
+        """For room: whether one is being stopped, or was a moment ago."""
+        loading = [s.load for s in self._waiting if s.load is not None]
+        if loading:
+            loading[-1].stop()
+        return bool(loading)
+
+    def _notify(self) -> None:
+        with self._wake:
+            self._wake.notify()
 
     def _shares_with_running(self, sequence: Sequence) -> bool:
         """A prefix it needs is being computed right now: wait for it rather than compute it twice."""
-        prefilling = [s for s in self._running if s.is_prefilling and s.namespace == sequence.namespace]
+        started = [*self._running, *(s for s in self._waiting if s.load is not None)]
+        prefilling = [s for s in started if s.is_prefilling and s.namespace == sequence.namespace]
         if not prefilling:
             return False
         found = self._manager.peek(sequence.namespace, sequence.tokens)
@@ -452,15 +519,19 @@ class Batcher:
             self._finish(sequence, "error", error=failure)
 
     def _commit(self, sequence: Sequence) -> None:
-        if self._info.reuse and sequence.lease is not None:
+        if self._info.reuse and sequence.lease is not None and sequence.load is None:
             computed = sequence.tokens[: sequence.num_computed]
             sequence.written_tokens += sequence.lease.commit(computed)
             if self._tier_link is not None:
-                sequence.num_offered = self._tier_link.offer(sequence.lease, computed, sequence.num_offered)
+                self._tier_link.offer(sequence.lease, computed, sequence.chain)
 
     def _release(self, sequence: Sequence) -> None:
         if sequence.lease is not None:
-            sequence.lease.release()
+            if sequence.load is None:
+                sequence.lease.release()
+            else:
+                sequence.load.abandon(sequence.lease.release)
+                sequence.load = None
             sequence.lease = None
 
     def _finish(

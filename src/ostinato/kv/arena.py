@@ -5,17 +5,24 @@ Tokens of one head lie next to each other, so a run of consecutive slots is a *v
 where it lies; nothing is gathered. Layers of one shape share one tensor, so that copying slots in all of
 them is one operation.
 
-Memory is reserved at once and touched only as slots are written: the operating system gives pages then.
+Memory is reserved at once and touched only as slots are written: the operating system gives pages then. Where
+blocks are read in from below that is most of the cost, so there it is asked for ahead (``Arena.populate``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import ctypes
+import mmap
+import sys
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from ..types import SlotCopy
+
+_PIECE_BYTES = 4 << 20
+_MADV_HUGEPAGE, _MADV_POPULATE_WRITE = 14, 23
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,3 +86,24 @@ class Arena:
         target = slice(copy.target, copy.target + copy.length)
         for group in self.groups:
             group[:, :, target] = group[:, :, source]
+
+    def populate(self, max_bytes: int) -> Iterator[None]:
+        """Has the operating system give memory for up to ``max_bytes``, a piece at each step.
+
+        What is in the arena stays. Does nothing on devices, and where the system does not know of it.
+        """
+        if self.device.type != "cpu" or sys.platform != "linux":
+            return
+        madvise = ctypes.CDLL(None).madvise
+        madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+        for group in self.groups:
+            start = -(-group.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+            end = (group.data_ptr() + group.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
+            if end > start:
+                madvise(start, end - start, _MADV_HUGEPAGE)  # fewer and larger, if it may
+            for at in range(start, end, _PIECE_BYTES):
+                size = min(_PIECE_BYTES, end - at)
+                if size > max_bytes or madvise(at, size, _MADV_POPULATE_WRITE) != 0:
+                    return
+                max_bytes -= size
+                yield

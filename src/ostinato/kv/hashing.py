@@ -97,9 +97,14 @@ class BlockKey:
 
 
 def block_keys(
-    namespace: Namespace, tokens: TokenArray, block_size: int, origin: Origin = NO_ORIGIN
+    namespace: Namespace,
+    tokens: TokenArray,
+    block_size: int,
+    origin: Origin = NO_ORIGIN,
+    *,
+    parent: bytes = NO_PARENT,
 ) -> list[BlockKey]:
-    """The chain of keys of every *full* block of ``tokens``, first to last.
+    """The chain of keys of every *full* block of ``tokens``, first to last, behind the block ``parent``.
 
     A hash is the versioned BLAKE3 digest of parent and tokens, keyed by the namespace: equal hashes mean
     equal prefixes in equal namespaces.
@@ -110,7 +115,6 @@ def block_keys(
     data = tokens.astype("<i4", copy=False).tobytes()
     step = 4 * block_size
     keys: list[BlockKey] = []
-    parent = NO_PARENT
     for at in range(0, len(data) - step + 1, step):
         piece = data[at : at + step]
         name = blake3(parent + piece, key=key).digest()

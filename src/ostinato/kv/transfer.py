@@ -1,7 +1,8 @@
 """Blocks on their way between the arena and a lower tier.
 
 Up: *promotion*. What a prompt does not find in the arena, and a tier has, is read into the blocks its lease
-has reserved, before anything is computed; as long as that was measured to be faster than computing it.
+has reserved, by a thread of its own while the request waits and others' tokens are computed; as long as that
+was measured to be faster than computing it. What cannot be read after all is computed.
 
 Down: *write-back*. Committed blocks are copied out as they are committed, into buffers that are bounded in
 bytes, and a thread writes them. Where it cannot keep up blocks are dropped: a block not stored is computed
@@ -13,36 +14,21 @@ from __future__ import annotations
 import mmap
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 from ostinato.ports import Clock
 from ostinato.types import Plan, TokenArray
 
-from .hashing import BlockKey, Namespace, block_keys
+from .hashing import NO_PARENT, BlockKey, Namespace, block_keys
+from .loading import BlockCodec, Load, Loader
 from .manager import Lease
 from .tiers.base import Outcome, Tier
 
 _SMOOTHING = 0.2
+_FORGIVENESS = 0.02
 _STALE_BATCH = 64
 STORE_BATCH = 8
-
-
-class BlockCodec(Protocol):
-    """Turns the block at a slot of the arena into ``payload_bytes`` bytes and back."""
-
-    @property
-    def name(self) -> str:
-        """Says how; goes into the namespace of what is stored."""
-
-    @property
-    def payload_bytes(self) -> int: ...
-
-    def encode(self, slot: int, into: memoryview) -> bool:
-        """``False``: this block cannot be stored that way."""
-
-    def decode(self, payload: memoryview, slot: int) -> None: ...
 
 
 class Rates:
@@ -58,11 +44,35 @@ class Rates:
     def note_compute(self, num_tokens: int, duration_s: float) -> None:
         self._compute_s_per_token = _mean(self._compute_s_per_token, duration_s / num_tokens)
 
-    def is_loading_faster(self) -> bool:
-        """Of one token more."""
+    def is_loading_faster(self, num_loaded: int, num_gained: int) -> bool:
+        """Whether to load so many tokens rather than compute so many of them.
+
+        A no makes loading look a little better: a tier that was slow once is tried again some day.
+        """
         if self._load_s_per_token is None or self._compute_s_per_token is None:
             return True
-        return self._load_s_per_token < self._compute_s_per_token
+        is_faster = self._load_s_per_token * num_loaded < self._compute_s_per_token * num_gained
+        if not is_faster:
+            self._load_s_per_token *= 1 - _FORGIVENESS
+        return is_faster
+
+
+@dataclass(slots=True)
+class LoadCounters:
+    """What promotion did. Written by the engine's thread.
+
+    ``hit_tokens`` of the ``looked_up_tokens`` that the arena had not were in the tier; ``refused_tokens``
+    of them were quicker computed, and ``loaded_tokens`` were read. ``failed_blocks`` were there when they
+    were looked up and could not be read after all: they were computed.
+    """
+
+    looked_up_tokens: int = 0
+    hit_tokens: int = 0
+    refused_tokens: int = 0
+    loaded_tokens: int = 0
+    loaded_blocks: int = 0
+    loaded_bytes: int = 0
+    failed_blocks: int = 0
 
 
 @dataclass(slots=True)
@@ -160,66 +170,117 @@ class WriteBack:
         self._changed.notify_all()
 
 
+class Chain:
+    """The blocks of one sequence as a tier knows them: their keys, each hashed once."""
+
+    __slots__ = ("keys", "num_below")
+
+    def __init__(self) -> None:
+        self.keys: list[BlockKey] = []
+        self.num_below: int | None = None
+        """How many of them are in the tier or on the way there; ``None`` before anybody looked."""
+
+
 class TierLink:
     """Connects one arena to one tier. Used by the engine's thread."""
 
     def __init__(
-        self, tier: Tier, codec: BlockCodec, block_size: int, clock: Clock, *, max_buffered_bytes: int
+        self,
+        tier: Tier,
+        codec: BlockCodec,
+        block_size: int,
+        clock: Clock,
+        *,
+        max_buffered_bytes: int,
+        idle: Iterator[object] | None = None,
     ) -> None:
+        """``idle`` is work for times in which nothing is loaded, advanced step by step in another thread."""
         self.tier = tier
         self.rates = Rates()
+        self.counters = LoadCounters()
         self.write_back = WriteBack(tier, codec, max_buffered_bytes=max_buffered_bytes)
-        self.num_promoted_tokens = 0
         self._codec = codec
         self._block_size = block_size
-        self._clock = clock
-        self._staging = _buffer(codec.payload_bytes)
+        self._loader = Loader(tier, codec, clock, _buffer(codec.payload_bytes), idle or iter(()))
 
-    def promote(self, lease: Lease, tokens: TokenArray) -> int:
-        """Fills blocks of a lease that has room for ``tokens`` from the tier; never the last token's.
+    def num_tokens_below(self, namespace: Namespace, tokens: TokenArray, chain: Chain) -> int:
+        """How many leading tokens the tier had when it was asked; it is asked once for each chain."""
+        if chain.num_below is None:
+            self._extend(chain, namespace, tokens)
+            chain.num_below = self.tier.lookup(chain.keys).num_hits
+        return min(chain.num_below * self._block_size, len(tokens) - 1)
 
-        Returns how many leading tokens are computed now: the hit itself if nothing was gained, else a whole
-        number of blocks, and they are committed. A copy that the lease asked for must not run then: the
-        block it was for has been filled as a whole.
+    def begin(
+        self, lease: Lease, tokens: TokenArray, chain: Chain, on_done: Callable[[], None]
+    ) -> Load | None:
+        """Starts to fill blocks of a lease that has room for ``tokens`` from the tier.
+
+        ``None``: there is nothing to gain. Otherwise the lease is not to be released, grown or committed
+        until the load is done (``Load.abandon`` releases it then); a copy that it asked for must not run
+        before ``finish`` has said so. ``on_done`` is called in another thread.
         """
         size = self._block_size
         first = lease.prefix_len // size
-        usable = (len(tokens) - 1) // size
-        if usable <= first or not self.rates.is_loading_faster():
-            return lease.prefix_len
-        keys = self._keys(lease.namespace, tokens[: usable * size])
-        num_found = self.tier.lookup(keys).num_hits
-        started_s = self._clock.monotonic()
-        place = first
-        while place < num_found and self.tier.load(keys[place], self._staging):
-            self._codec.decode(self._staging, int(lease.block_ids[place]) * size)
-            place += 1
-        num_loaded = (place - first) * size
-        if num_loaded:
-            self.rates.note_load(num_loaded, self._clock.monotonic() - started_s)
-            self.num_promoted_tokens += place * size - lease.prefix_len
-            lease.commit(tokens[: place * size])
-            return place * size
-        return lease.prefix_len
+        usable = len(tokens) - 1  # the last one's logits are wanted: it is computed again
+        if len(tokens) // size <= first or usable <= lease.prefix_len:
+            return None
+        self._extend(chain, lease.namespace, tokens)
+        found = chain.num_below = self.tier.lookup(chain.keys).num_hits
+        num_hit = min(found * size, usable)
+        self.counters.looked_up_tokens += usable - lease.prefix_len
+        self.counters.hit_tokens += max(0, num_hit - lease.prefix_len)
+        if num_hit <= lease.prefix_len:
+            return None
+        if not self.rates.is_loading_faster((found - first) * size, num_hit - lease.prefix_len):
+            self.counters.refused_tokens += num_hit - lease.prefix_len
+            return None
+        slots = [int(block_id) * size for block_id in lease.block_ids[first:found]]
+        load = Load(chain.keys[first:found], slots, on_done)
+        self._loader.start(load)
+        return load
 
-    def offer(self, lease: Lease, tokens: TokenArray, num_offered: int) -> int:
+    def finish(self, load: Load, lease: Lease, tokens: TokenArray, chain: Chain) -> int:
+        """After a load is done: how many leading tokens need not be computed; they are committed.
+
+        The hit itself if nothing was loaded: then the lease's copies are to run. Otherwise they are not: the
+        block they were for has been filled as a whole.
+        """
+        assert load.is_done, "finished before it was done"
+        if load.error is not None:
+            raise load.error
+        size = self._block_size
+        if load.num_loaded < len(load.keys) and not load.is_stopped:
+            self.counters.failed_blocks += len(load.keys) - load.num_loaded
+            chain.num_below = None  # what was not there after all is to be stored anew
+        if load.num_loaded == 0:
+            return lease.prefix_len
+        num_tokens = load.num_loaded * size
+        end = min((lease.prefix_len // size) * size + num_tokens, len(tokens) - 1)
+        self.rates.note_load(num_tokens, load.duration_s)
+        self.counters.loaded_blocks += load.num_loaded
+        self.counters.loaded_bytes += load.num_loaded * self._codec.payload_bytes
+        self.counters.loaded_tokens += end - lease.prefix_len
+        lease.commit(tokens[:end])
+        return end
+
+    def offer(self, lease: Lease, tokens: TokenArray, chain: Chain) -> None:
         """Sends the full blocks of ``tokens``, all computed and held by ``lease``, on their way down.
 
-        ``num_offered``: what this returned for this lease before, 0 at first. Blocks that find no buffer are
-        tried again next time, as long as the lease lives; a chain is stored without gaps or not at all.
+        Blocks that find no buffer are tried again next time, as long as ``chain`` is kept; a chain is stored
+        without gaps or not at all.
         """
         size = self._block_size
         num_full = len(tokens) // size
-        if num_full <= num_offered:
-            return num_offered
-        keys = self._keys(lease.namespace, tokens)
-        if num_offered == 0:
-            num_offered = self.tier.lookup(keys).num_hits
-        for place in range(num_offered, num_full):
+        if num_full <= (chain.num_below or 0):
+            return
+        self._extend(chain, lease.namespace, tokens)
+        if chain.num_below is None:
+            chain.num_below = self.tier.lookup(chain.keys[:num_full]).num_hits
+        for place in range(chain.num_below, num_full):
             slot = int(lease.block_ids[place]) * size
-            if not self.write_back.offer(keys, place, slot):
-                return place
-        return num_full
+            if not self.write_back.offer(chain.keys, place, slot):
+                return
+            chain.num_below = place + 1
 
     def note_step(self, plan: Plan, duration_s: float) -> None:
         """How long an engine step took: where it ran prompts, that is what computing costs."""
@@ -228,13 +289,18 @@ class TierLink:
             self.rates.note_compute(num_rows, duration_s)
 
     def close(self) -> None:
-        """Stores what is on its way and closes the tier."""
+        """Stops loading, stores what is on its way and closes the tier."""
+        self._loader.close()
         self.write_back.close()
         self.tier.close()
 
-    def _keys(self, namespace: Namespace, tokens: TokenArray) -> list[BlockKey]:
-        stored = replace(namespace, kv_layout=f"{namespace.kv_layout} {self._codec.name}")
-        return block_keys(stored, tokens, self._block_size)
+    def _extend(self, chain: Chain, namespace: Namespace, tokens: TokenArray) -> None:
+        """Hashes what of ``tokens`` has not been hashed yet."""
+        done = len(chain.keys) * self._block_size
+        if len(tokens) - done >= self._block_size:
+            stored = replace(namespace, kv_layout=f"{namespace.kv_layout} {self._codec.name}")
+            parent = chain.keys[-1].hash if chain.keys else NO_PARENT
+            chain.keys += block_keys(stored, tokens[done:], self._block_size, parent=parent)
 
 
 def _buffer(size_bytes: int) -> memoryview:

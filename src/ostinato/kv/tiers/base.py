@@ -65,6 +65,9 @@ class Tier(Protocol):
     def lookup(self, keys: Sequence[BlockKey]) -> Found:
         """How much of a chain (first block first) is here. A use of what it finds."""
 
+    def expect(self, keys: Sequence[BlockKey]) -> None:
+        """A hint: these will be loaded soon."""
+
     def load(self, key: BlockKey, into: memoryview) -> bool:
         """Copies a block's payload, all of ``into``; after ``False`` the content of ``into`` is undefined."""
 

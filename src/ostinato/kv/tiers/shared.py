@@ -137,6 +137,14 @@ class SharedTier:
             records = [self._record(txn, key.hash) for key in keys]
             self._use([r.slot for r in records if r is not None and r.state == READY])
 
+    def expect(self, keys: Sequence[BlockKey]) -> None:
+        """Lets a disk begin to read the slots of ``keys``."""
+        with suppress(OSError, lmdb.Error), self._reading() as txn:
+            records = [self._record(txn, key.hash) for key in keys]
+            for record in records:
+                if record is not None and record.state == READY:
+                    self._slab.expect(record.slot * self.slot_bytes, record.payload_bytes)
+
     def load(self, key: BlockKey, into: memoryview) -> bool:
         """Copies the payload of ``key`` into ``into``, a writable buffer of bytes of exactly its length.
 

@@ -39,6 +39,11 @@ class Slab:
         self._taken: dict[int, int] = {}  # start of a slot -> bytes of it that have their memory
         self._mapped = memoryview(mmap.mmap(fd, size_bytes)) if in_memory else None
 
+    def expect(self, at: int, num_bytes: int) -> None:
+        """Has a disk read bytes ahead; does not wait for them."""
+        if self._mapped is None and hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(self._fd, at, num_bytes, os.POSIX_FADV_WILLNEED)
+
     def read(self, at: int, into: memoryview) -> bytes:
         """Copies the bytes at ``at`` and returns the copy's XXH3-128; nothing where the file is too short.
 
