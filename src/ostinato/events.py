@@ -72,5 +72,20 @@ class RequestFinished:
     namespace: str = ""
 
 
-Event: TypeAlias = PrefixLookedUp | BlocksStored | BlocksEvicted | Preempted | StepFinished | RequestFinished
+@dataclass(frozen=True, slots=True)
+class TierLoaded:
+    """Blocks were read from a lower tier, which made ``num_tokens`` of a prompt findable.
+
+    ``num_failed_blocks`` were there when they were looked up, and then could not be read.
+    """
+
+    num_tokens: int
+    num_bytes: int
+    num_failed_blocks: int
+    duration_s: float
+
+
+Event: TypeAlias = (
+    PrefixLookedUp | BlocksStored | BlocksEvicted | Preempted | StepFinished | RequestFinished | TierLoaded
+)
 Observer: TypeAlias = Callable[[Event], None]

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from .engines.base import RunnerInfo
     from .engines.runners import PagedRunner
     from .engines.worker import Worker
+    from .events import Observer
     from .kv.transfer import TierLink
     from .models.store import LocalModel
     from .prompt.template import Template
@@ -245,7 +246,9 @@ def _start(
         raise ParameterError(
             f"there is no memory for {size_gib:.1f} GiB of KV: lower kv_cache", param="kv_cache"
         ) from error
-    link = _tier_link(settings, runner, clock) if isinstance(runner, PagedRunner) else None
+    link = None
+    if isinstance(runner, PagedRunner):
+        link = _tier_link(settings, runner, clock, lambda event: runtime.observe(event))
     batcher = Batcher(
         runner,
         manager,
@@ -272,6 +275,7 @@ def _start(
         info=info,
         eos_token_ids=loaded.eos_token_ids | tokenizer.eos_token_ids,
         clock=clock,
+        tier_link=link,
     )
     return runtime
 
@@ -291,7 +295,7 @@ def _num_blocks(settings: Settings, info: RunnerInfo) -> int:
     return num_blocks
 
 
-def _tier_link(settings: Settings, runner: PagedRunner, clock: Clock) -> TierLink | None:
+def _tier_link(settings: Settings, runner: PagedRunner, clock: Clock, observer: Observer) -> TierLink | None:
     """The shared tier that was asked for. Models of different size share a folder, not a slab."""
     if settings.shared_tier is None:
         return None
@@ -313,7 +317,15 @@ def _tier_link(settings: Settings, runner: PagedRunner, clock: Clock) -> TierLin
     tier = SharedTier.open(folder, slot_bytes=size, capacity_bytes=settings.shared_tier_bytes)
     buffered_bytes = max(_WRITE_BACK_BYTES, 2 * size)
     ahead = runner.arena.populate(psutil.virtual_memory().available // 4)
-    return TierLink(tier, codec, settings.block_size, clock, max_buffered_bytes=buffered_bytes, idle=ahead)
+    return TierLink(
+        tier,
+        codec,
+        settings.block_size,
+        clock,
+        max_buffered_bytes=buffered_bytes,
+        idle=ahead,
+        observer=observer,
+    )
 
 
 def _check_device(name: str, torch: Any) -> None:

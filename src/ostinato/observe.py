@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Final, Protocol
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, Metric, generate_latest
-from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from prometheus_client.registry import Collector
 
@@ -22,7 +22,9 @@ from .events import (
     PrefixLookedUp,
     RequestFinished,
     StepFinished,
+    TierLoaded,
 )
+from .kv.transfer import TierReport
 
 _P: Final = "ostinato:"
 _TTFT_BUCKETS_S: Final = (
@@ -104,6 +106,9 @@ class PrometheusObserver:
             _ITL_BUCKETS_S,
         )
         self._rows = histogram("iteration_tokens", "Rows computed in a step.", _STEP_ROW_BUCKETS)
+        self._load = histogram(
+            "kv_tier_load_seconds", "Reading a request's blocks from the shared tier.", _TTFT_BUCKETS_S
+        )
 
     def __call__(self, event: Event) -> None:
         match event:
@@ -122,6 +127,8 @@ class PrometheusObserver:
                 self._evicted_blocks.inc(event.num_blocks)
             case Preempted():
                 self._preemptions.inc()
+            case TierLoaded():
+                self._load.observe(event.duration_s)
             case RequestFinished():
                 self._request_finished(event)
 
@@ -162,6 +169,10 @@ class Load(Protocol):
     @property
     def num_free_blocks(self) -> int: ...
 
+    @property
+    def tier(self) -> TierReport | None:
+        """Of the shared tier, where there is one."""
+
 
 @dataclass(frozen=True, slots=True)
 class LoadGauges(Collector):
@@ -169,7 +180,7 @@ class LoadGauges(Collector):
 
     load: Callable[[], Load]
 
-    def collect(self) -> Iterator[GaugeMetricFamily]:
+    def collect(self) -> Iterator[Metric]:
         load = self.load()
         yield GaugeMetricFamily(_P + "num_requests_running", "Requests in the engine.", load.num_running)
         yield GaugeMetricFamily(_P + "num_requests_waiting", "Requests that wait.", load.num_waiting)
@@ -184,6 +195,45 @@ class LoadGauges(Collector):
         blocks.add_metric(["evictable"], load.num_evictable_blocks)
         blocks.add_metric(["free"], load.num_free_blocks)
         yield blocks
+        if load.tier is not None:
+            yield from _tier_families(load.tier)
+
+
+def _tier_families(tier: TierReport) -> Iterator[Metric]:
+    loads, write_back = tier.loads, tier.write_back
+    # The first two are named after vLLM's, which count the same of a cache outside of the engine.
+    for name, help_text, count in (
+        ("external_prefix_cache_queries", "Tokens looked up in the shared tier.", loads.looked_up_tokens),
+        ("external_prefix_cache_hits", "Tokens that were there when looked up.", loads.hit_tokens),
+        ("kv_tier_loaded_tokens", "Tokens read from the shared tier.", loads.loaded_tokens),
+        ("kv_tier_refused_tokens", "Tokens there that were quicker computed.", loads.refused_tokens),
+        ("kv_tier_failed_blocks", "Blocks found and then not readable: computed.", loads.failed_blocks),
+        ("kv_tier_read_bytes", "Bytes read from the shared tier.", loads.loaded_bytes),
+        ("kv_tier_written_bytes", "Bytes written to the shared tier.", write_back.stored_bytes),
+    ):
+        yield CounterMetricFamily(_P + name, help_text, count)
+    dropped = {"dropped": write_back.dropped, "unfit": write_back.unfit}
+    for name, help_text, label, counts in (
+        ("kv_tier_misses", "Blocks that could not be loaded, by reason.", "reason", tier.misses),
+        ("kv_tier_evicted_blocks", "Blocks that went, by reason.", "reason", tier.evictions),
+        (
+            "kv_tier_write_back_blocks",
+            "Blocks sent to the shared tier by what became of them; dropped: no buffer was free.",
+            "outcome",
+            {**tier.outcomes, **dropped},
+        ),
+    ):
+        family = CounterMetricFamily(_P + name, help_text, labels=[label])
+        for value, count in counts.items():
+            family.add_metric([value], count)
+        yield family
+    for name, help_text, size in (
+        ("kv_tier_capacity_bytes", "What the blocks in the shared tier may take.", tier.capacity_bytes),
+        ("kv_tier_used_bytes", "What the blocks in the shared tier take.", tier.used_bytes),
+        ("kv_tier_index_bytes", "What the shared tier's index takes.", tier.index_bytes),
+        ("kv_tier_buffered_bytes", "Bytes on their way to the shared tier.", tier.buffered_bytes),
+    ):
+        yield GaugeMetricFamily(_P + name, help_text, size)
 
 
 class HttpMetrics:

@@ -32,6 +32,7 @@ from .errors import (
 from .events import Event, Observer, RequestFinished
 from .kv.hashing import Namespace
 from .kv.manager import CacheView, KVManager, Lease
+from .kv.transfer import TierLink, TierReport
 from .ports import Clock, Tokenizer
 from .prompt.conversation import validate
 from .prompt.detokenize import Detokenizer
@@ -138,6 +139,7 @@ class Health:
     num_held_blocks: int
     num_evictable_blocks: int
     num_free_blocks: int
+    tier: TierReport | None = None
 
 
 class RequestHandle:
@@ -242,7 +244,9 @@ class Runtime:
         info: RunnerInfo,
         eos_token_ids: frozenset[int],
         clock: Clock,
+        tier_link: TierLink | None = None,
     ) -> None:
+        """``tier_link``: the engine's own, to report on; closed with the engine."""
         self.model_name = model_name
         self.created_s = int(clock.now())
         self.info = info
@@ -254,6 +258,7 @@ class Runtime:
         self._manager = manager
         self._namespace = namespace
         self._eos_token_ids = eos_token_ids
+        self._tier_link = tier_link
         self._capacity_tokens = manager.num_blocks * manager.block_size
         self._accepting = True
         self._active: set[RequestHandle] = set()
@@ -441,6 +446,7 @@ class Runtime:
             num_held_blocks=manager.num_held_blocks,
             num_evictable_blocks=manager.num_evictable_blocks,
             num_free_blocks=manager.num_free_blocks,
+            tier=None if self._tier_link is None else self._tier_link.report(),
         )
 
     async def drain(self, timeout_s: float) -> None:

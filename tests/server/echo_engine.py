@@ -27,6 +27,7 @@ from ostinato.errors import (
     ShuttingDownError,
 )
 from ostinato.events import BlocksStored, Event, Observer, PrefixLookedUp, RequestFinished, StepFinished
+from ostinato.kv.transfer import TierReport
 from ostinato.prompt.conversation import validate
 from ostinato.types import (
     Chunk,
@@ -116,6 +117,7 @@ class EchoHealth:
     num_held_blocks: int = 0
     num_evictable_blocks: int = 25
     num_free_blocks: int = 75
+    tier: TierReport | None = None
 
 
 @dataclass(slots=True)

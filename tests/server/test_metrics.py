@@ -11,6 +11,7 @@ from ostinato.events import (
     PrefixLookedUp,
     RequestFinished,
     StepFinished,
+    TierLoaded,
 )
 from ostinato.observe import PrometheusObserver, exposition, new_registry
 from ostinato.types import Usage
@@ -52,6 +53,7 @@ def test_events_become_series() -> None:
         RequestFinished("stop", Usage(100, 60, 40, 11, ttft_s=0.3, queue_s=0.1, total_s=1.3)),
         RequestFinished("abort", Usage(10, 0, 0, 0)),
         RequestFinished("error", Usage(10, 0, 0, 0)),
+        TierLoaded(48, 3000, 1, 0.03),
     ):
         observer(event)
     text, _ = exposition(registry)
@@ -71,6 +73,7 @@ def test_events_become_series() -> None:
     assert found["request_queue_time_seconds_sum"] == 0.1
     assert abs(found["request_time_per_output_token_seconds_sum"] - 0.1) < 1e-9
     assert found["iteration_tokens_sum"] == 70
+    assert found["kv_tier_load_seconds_sum"] == 0.03
     assert "_created" not in text.decode()
 
 

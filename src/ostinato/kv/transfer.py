@@ -14,9 +14,10 @@ from __future__ import annotations
 import mmap
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from ostinato.events import Observer, TierLoaded
 from ostinato.ports import Clock
 from ostinato.types import Plan, TokenArray
 
@@ -70,7 +71,6 @@ class LoadCounters:
     hit_tokens: int = 0
     refused_tokens: int = 0
     loaded_tokens: int = 0
-    loaded_blocks: int = 0
     loaded_bytes: int = 0
     failed_blocks: int = 0
 
@@ -84,6 +84,7 @@ class WriteBackCounters:
     not_stored: int = 0
     dropped: int = 0
     unfit: int = 0
+    stored_bytes: int = 0
     peak_buffered_bytes: int = 0
 
 
@@ -129,6 +130,11 @@ class WriteBack:
                 self._give_back(buffer)
         return fits
 
+    @property
+    def buffered_bytes(self) -> int:
+        """What is on its way now."""
+        return self._num_taken * self._codec.payload_bytes
+
     def flush(self, timeout_s: float) -> bool:
         """Waits until nothing is on its way; ``False`` when the time is up first."""
         with self._changed:
@@ -158,6 +164,8 @@ class WriteBack:
                     self._tier.touch(chain[: place + 1])
             with self._changed:
                 for outcome, (_, _, buffer) in zip(outcomes, batch, strict=True):
+                    if outcome is Outcome.STORED:
+                        self.counters.stored_bytes += len(buffer)
                     if outcome in (Outcome.STORED, Outcome.KNOWN):
                         self.counters.stored += 1
                     else:
@@ -181,8 +189,23 @@ class Chain:
         """How many of them are in the tier or on the way there; ``None`` before anybody looked."""
 
 
+@dataclass(frozen=True, slots=True)
+class TierReport:
+    """What a tier holds, and what this process has done with it; ``used_bytes`` are whole slots."""
+
+    capacity_bytes: int
+    used_bytes: int
+    index_bytes: int
+    buffered_bytes: int
+    loads: LoadCounters
+    write_back: WriteBackCounters
+    misses: Mapping[str, int]
+    outcomes: Mapping[str, int]
+    evictions: Mapping[str, int]
+
+
 class TierLink:
-    """Connects one arena to one tier. Used by the engine's thread."""
+    """Connects one arena to one tier. Used by the engine's thread, except for ``report``."""
 
     def __init__(
         self,
@@ -193,6 +216,7 @@ class TierLink:
         *,
         max_buffered_bytes: int,
         idle: Iterator[object] | None = None,
+        observer: Observer | None = None,
     ) -> None:
         """``idle`` is work for times in which nothing is loaded, advanced step by step in another thread."""
         self.tier = tier
@@ -201,6 +225,9 @@ class TierLink:
         self.write_back = WriteBack(tier, codec, max_buffered_bytes=max_buffered_bytes)
         self._codec = codec
         self._block_size = block_size
+        self._observe = observer or (lambda event: None)
+        self._closing = threading.Lock()
+        self._is_closed = False
         self._loader = Loader(tier, codec, clock, _buffer(codec.payload_bytes), idle or iter(()))
 
     def num_tokens_below(self, namespace: Namespace, tokens: TokenArray, chain: Chain) -> int:
@@ -249,18 +276,20 @@ class TierLink:
         if load.error is not None:
             raise load.error
         size = self._block_size
-        if load.num_loaded < len(load.keys) and not load.is_stopped:
-            self.counters.failed_blocks += len(load.keys) - load.num_loaded
+        num_failed = 0 if load.is_stopped else len(load.keys) - load.num_loaded
+        num_bytes = load.num_loaded * self._codec.payload_bytes
+        end = lease.prefix_len
+        if num_failed:
+            self.counters.failed_blocks += num_failed
             chain.num_below = None  # what was not there after all is to be stored anew
-        if load.num_loaded == 0:
-            return lease.prefix_len
-        num_tokens = load.num_loaded * size
-        end = min((lease.prefix_len // size) * size + num_tokens, len(tokens) - 1)
-        self.rates.note_load(num_tokens, load.duration_s)
-        self.counters.loaded_blocks += load.num_loaded
-        self.counters.loaded_bytes += load.num_loaded * self._codec.payload_bytes
-        self.counters.loaded_tokens += end - lease.prefix_len
-        lease.commit(tokens[:end])
+        if load.num_loaded:
+            num_tokens = load.num_loaded * size
+            end = min(lease.prefix_len // size * size + num_tokens, len(tokens) - 1)
+            self.rates.note_load(num_tokens, load.duration_s)
+            self.counters.loaded_bytes += num_bytes
+            self.counters.loaded_tokens += end - lease.prefix_len
+            lease.commit(tokens[:end])
+        self._observe(TierLoaded(end - lease.prefix_len, num_bytes, num_failed, load.duration_s))
         return end
 
     def offer(self, lease: Lease, tokens: TokenArray, chain: Chain) -> None:
@@ -292,7 +321,27 @@ class TierLink:
         """Stops loading, stores what is on its way and closes the tier."""
         self._loader.close()
         self.write_back.close()
-        self.tier.close()
+        with self._closing:
+            self._is_closed = True
+            self.tier.close()
+
+    def report(self) -> TierReport | None:
+        """For whoever wants to know, in any thread; nothing after the end."""
+        with self._closing:
+            if self._is_closed:
+                return None
+            use, counters = self.tier.use(), self.tier.counters
+        return TierReport(
+            capacity_bytes=use.num_slots * use.slot_bytes,
+            used_bytes=use.num_blocks * use.slot_bytes,
+            index_bytes=use.index_bytes,
+            buffered_bytes=self.write_back.buffered_bytes,
+            loads=replace(self.counters),
+            write_back=replace(self.write_back.counters),
+            misses={miss.value: count for miss, count in counters.misses.items()},
+            outcomes={outcome.value: count for outcome, count in counters.outcomes.items()},
+            evictions=counters.evictions(),
+        )
 
     def _extend(self, chain: Chain, namespace: Namespace, tokens: TokenArray) -> None:
         """Hashes what of ``tokens`` has not been hashed yet."""

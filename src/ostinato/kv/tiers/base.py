@@ -58,9 +58,36 @@ class TierCounters:
     reclaimed: int = 0
     dropped_stale: int = 0
 
+    def evictions(self) -> dict[str, int]:
+        """Blocks that went, by reason."""
+        return {
+            "capacity": self.evicted,
+            "abandoned": self.reclaimed,
+            "stale": self.dropped_stale,
+            "corrupt": self.misses[Miss.CORRUPT],
+        }
+
+
+class Use(Protocol):
+    """What is in a tier."""
+
+    @property
+    def num_slots(self) -> int: ...
+
+    @property
+    def slot_bytes(self) -> int: ...
+
+    @property
+    def num_blocks(self) -> int: ...
+
+    @property
+    def index_bytes(self) -> int: ...
+
 
 class Tier(Protocol):
     """Any thread may call anything."""
+
+    counters: TierCounters
 
     def lookup(self, keys: Sequence[BlockKey]) -> Found:
         """How much of a chain (first block first) is here. A use of what it finds."""
@@ -82,5 +109,8 @@ class Tier(Protocol):
 
     def drop_stale(self, limit: int) -> int:
         """Forgets up to ``limit`` blocks that a lower version made; returns how many."""
+
+    def use(self) -> Use:
+        """What is in it now."""
 
     def close(self) -> None: ...
