@@ -88,14 +88,15 @@ NO_TERMS = Terms()
 class Origin:
     """The same of a block on its way to a lower tier, and whose it is; all names are ids.
 
-    ``epoch`` is the number of the last purge that its sender knows of: later ones apply to it.
+    ``epoch`` is the number of the last purge that its sender had heard of when it was sent: later ones apply
+    to it. ``None``: it was sent right now.
     """
 
     tenant: str = NOBODY
     model: str = NOBODY
     prompt: str = NOBODY
     ttl_s: float = inf
-    epoch: int = 0
+    epoch: int | None = None
 
 
 NO_ORIGIN = Origin()

@@ -23,6 +23,7 @@ from pathlib import Path
 
 from tier_cases import NAMESPACE, chain, payload, pieces
 
+from ostinato.kv.terms import Selection
 from ostinato.kv.tiers.base import Outcome
 from ostinato.kv.tiers.shared import SharedTier
 
@@ -143,7 +144,7 @@ def hammer(folder: Path, seconds: float, seed: int) -> dict[str, int]:
                     assert bytes(into) == PAYLOADS[key.hash], "wrong bytes were served"
                     num_loaded += 1
         else:
-            store.purge(rng.choice(keys).namespace)
+            store.purge(Selection(tenant=keys[0].origin.tenant))
     # Others write on meanwhile, so payloads are compared through `load` above, not here.
     found_all = store.check_integrity(payloads=False)
     misses = {miss.value: count for miss, count in store.counters.misses.items()}

@@ -115,7 +115,7 @@ def test_other_sizes_are_refused_while_in_use_and_start_anew_afterwards(tmp_path
         assert store.store(key, pieces(payload(key, 99))) is Outcome.STORED
         store.close()
     store = SharedTier.open(tmp_path, slot_bytes=8192, capacity_bytes=40960)
-    assert store.rebuilt == "it was made for 10 slots of 4096 bytes, format 1"
+    assert store.rebuilt == "it was made for 10 slots of 4096 bytes, format 2"
     assert store.use().num_blocks == 0
     assert (tmp_path / "slab").stat().st_size == 40960
     store.close()

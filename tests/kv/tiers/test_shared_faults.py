@@ -16,6 +16,7 @@ import pytest
 from tier_cases import NAMESPACE, chain, payload, pieces
 
 from ostinato.errors import TierError
+from ostinato.kv.terms import Selection
 from ostinato.kv.tiers.base import Found, Miss, Outcome, Status
 from ostinato.kv.tiers.shared import SharedTier
 from ostinato.kv.tiers.slab import is_in_memory
@@ -254,7 +255,7 @@ def test_threads_share_a_store(any_folder: Path) -> None:
                     into = memoryview(bytearray(SLOT))
                     assert not store.load(key, into) or bytes(into) == payload(key, SLOT)
                 if rng.random() < 0.05:
-                    store.purge(keys[0].namespace)
+                    store.purge(Selection(tenant=keys[0].origin.tenant))
         except BaseException as error:  # noqa: BLE001 - raised in the test's own thread
             failures.append(error)
 

@@ -13,12 +13,13 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from tier_cases import NAMESPACE, chain, payload, pieces
 
 from ostinato.kv.hashing import BlockKey
+from ostinato.kv.terms import Selection
 from ostinato.kv.tiers.base import Found, Miss, Outcome, Status
 from ostinato.kv.tiers.shared import SharedTier
 
 SLOT = 600
 CHAINS = [chain(seed, 5) for seed in range(4)] + [
-    chain(seed, 5, replace(NAMESPACE, salt="other")) for seed in (0, 1)
+    chain(seed, 5, NAMESPACE.with_salt("other")) for seed in (0, 1)
 ]
 
 
@@ -120,7 +121,9 @@ class SharedTierMachine(RuleBasedStateMachine):
 
     @rule(keys=st.sampled_from(CHAINS))
     def purge(self, keys: list[BlockKey]) -> None:
-        assert self.store.purge(keys[0].namespace) == self.naive.purge(keys[0].namespace)
+        assert self.store.purge(Selection(tenant=keys[0].origin.tenant)) == self.naive.purge(
+            keys[0].namespace
+        )
 
     @rule(keys=st.sampled_from(CHAINS), at=st.integers(0, 4), byte=st.integers(0, 343), bit=st.integers(0, 7))
     def flip_a_bit(self, keys: list[BlockKey], at: int, byte: int, bit: int) -> None:

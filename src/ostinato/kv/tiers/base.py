@@ -25,6 +25,7 @@ class Outcome(Enum):
     KNOWN = "known"  # it is here already
     PENDING = "pending"  # somebody else writes it right now
     FULL = "full"  # no slot can be had: no room on the disk, or every slot is being written
+    REFUSED = "refused"  # its tenant may keep no more, or it was purged on its way
 
 
 class Miss(Enum):
@@ -57,6 +58,9 @@ class TierCounters:
     evicted: int = 0
     reclaimed: int = 0
     dropped_stale: int = 0
+    expired: int = 0
+    given_up: int = 0  # of ``evicted``: by their own tenant, which was at its quota
+    purged: int = 0
 
     def evictions(self) -> dict[str, int]:
         """Blocks that went, by reason."""

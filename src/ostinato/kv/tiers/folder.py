@@ -30,7 +30,9 @@ from lmdb.verify import VerifyError, verify
 
 from ostinato.errors import TierError
 
-FORMAT = 1
+from .ledger import MAX_DATABASES
+
+FORMAT = 2
 MAX_WRITERS = 256
 RANK_BYTES = 8
 _OURS = {"tier.json", "tier.json.new", "slab", "index", "ranks", "session", "opening", "writers"}
@@ -60,7 +62,7 @@ class Folder:
         self.rebuilt: str | None = None
         self._fds: list[int] = []
         try:
-            path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            _make_folder(path)
             foreign = sorted(item.name for item in path.iterdir() if item.name not in _OURS)
             if foreign:
                 raise TierError(
@@ -150,17 +152,11 @@ class Folder:
         self.ranks = self._open_file("ranks", (self.geometry.num_slots + 1) * RANK_BYTES)
         if found != self.geometry:
             new = self.path / "tier.json.new"
-            new.write_text(json.dumps(asdict(self.geometry)), encoding="utf-8")
+            _write_private(new, json.dumps(asdict(self.geometry)))
             new.replace(self.path / "tier.json")
 
     def _read_geometry(self) -> Geometry | None:
-        try:
-            found = json.loads((self.path / "tier.json").read_bytes())
-            return Geometry(int(found["format"]), int(found["slot_bytes"]), int(found["num_slots"]))
-        except FileNotFoundError:
-            return None
-        except (ValueError, KeyError, TypeError):
-            return None
+        return read_geometry(self.path)
 
     def _open_file(self, name: str, size_bytes: int = 0) -> int:
         fd = os.open(self.path / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -188,7 +184,8 @@ class Folder:
                 else:
                     (self.path / "index" / "lock.mdb").unlink(missing_ok=True)  # nobody is left in it
         if boot:
-            session.write_text(boot, encoding="utf-8")
+            _write_private(session, boot)
+        (self.path / "index").mkdir(mode=0o700, exist_ok=True)
         try:
             return self._open_environment(sync=not boot)
         except lmdb.Error as error:
@@ -198,7 +195,7 @@ class Folder:
         return lmdb.open(
             str(self.path / "index"),
             map_size=max(8 << 20, self.geometry.num_slots * 4096),
-            max_dbs=4,
+            max_dbs=MAX_DATABASES,
             max_readers=2048,
             mode=0o600,
             sync=sync,
@@ -220,6 +217,33 @@ class Folder:
         for fd in reversed(self._fds):
             os.close(fd)
         self._fds.clear()
+
+
+def read_geometry(path: Path) -> Geometry | None:
+    """What the store in this folder was made for; ``None`` where there is none, or no saying.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    try:
+        found = json.loads((path / "tier.json").read_bytes())
+        return Geometry(int(found["format"]), int(found["slot_bytes"]), int(found["num_slots"]))
+    except FileNotFoundError:
+        return None
+    except (ValueError, KeyError, TypeError):
+        return None
+
+
+def _make_folder(path: Path) -> None:
+    """With all folders above it that are missing, for their owner only: KV tells what it was made from."""
+    for missing in reversed([folder for folder in (path, *path.parents) if not folder.exists()]):
+        missing.mkdir(mode=0o700, exist_ok=True)
+
+
+def _write_private(path: Path, text: str) -> None:
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    with os.fdopen(fd, "w", encoding="utf-8") as file:
+        file.write(text)
 
 
 def _boot_id() -> str:

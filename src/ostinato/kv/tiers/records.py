@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass
+from typing import Any
 
 from xxhash import xxh3_64_digest
 
 from ..hashing import BlockKey
+from ..terms import ID_BYTES
 
 WRITING, READY = 1, 2
 CHECKSUM_BYTES = 16
-_HEAD = struct.Struct("<BxHIQQQ16s32s32s")
+NEVER_MS = (1 << 64) - 1
+_HEAD = struct.Struct(f"<BxHIQQQ16s32s32sQQ{ID_BYTES}s{ID_BYTES}s{ID_BYTES}s")
 _SEAL_BYTES = 8
 
 
@@ -20,7 +23,8 @@ class Record:
     """One block's entry. ``generation`` never repeats in a store; ``checksum`` is the payload's XXH3-128.
 
     ``owner`` is the number of the process that writes it (or wrote it), ``version`` the version of whoever
-    made the KV: other versions' entries are never hits.
+    made the KV: other versions' entries are never hits. ``stored_ms`` and ``expires_ms`` are milliseconds
+    since the Unix epoch; ``tenant``, ``model`` and ``prompt`` are ids as bytes.
     """
 
     state: int
@@ -32,6 +36,11 @@ class Record:
     checksum: bytes
     namespace: bytes
     parent: bytes
+    stored_ms: int
+    expires_ms: int
+    tenant: bytes
+    model: bytes
+    prompt: bytes
     tokens: bytes
 
     def is_of(self, key: BlockKey) -> bool:
@@ -52,6 +61,11 @@ def encode(name: bytes, record: Record) -> bytes:
             record.checksum,
             record.namespace,
             record.parent,
+            record.stored_ms,
+            record.expires_ms,
+            record.tenant,
+            record.model,
+            record.prompt,
         )
         + record.tokens
     )
@@ -63,6 +77,6 @@ def decode(name: bytes, data: bytes, num_slots: int) -> Record | None:
     body, seal = data[:-_SEAL_BYTES], data[-_SEAL_BYTES:]
     if len(body) < _HEAD.size or xxh3_64_digest(name + body) != seal:
         return None
-    head: tuple[int, int, int, int, int, int, bytes, bytes, bytes] = _HEAD.unpack_from(body)
-    record = Record(*head, body[_HEAD.size :])
+    fields: tuple[Any, ...] = (*_HEAD.unpack_from(body), body[_HEAD.size :])
+    record = Record(*fields)
     return record if record.slot < num_slots and record.state in (WRITING, READY) else None
