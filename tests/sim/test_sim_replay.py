@@ -7,7 +7,7 @@ import pytest
 from made_traces import conversations, recorded
 
 from ostinato.kv.policies import POLICY_NAMES, make_policy
-from ostinato.kv.policy import LRU
+from ostinato.kv.policy import LRU, Outlook
 from ostinato.sim.optimum import optimum_hits
 from ostinato.sim.replay import ReplayClock, never_continued, replay
 from ostinato.sim.traces import TraceRequest, read_mooncake
@@ -101,5 +101,6 @@ def test_a_true_hint_serves_more(name):
     trace = conversations(6, 1500)
     is_last = never_continued(trace.requests)
     assert 0.3 < sum(is_last) / len(is_last) < 0.9
-    plain, hinted = played(name, trace, 80), played(name, trace, 80, is_last=is_last)
+    outlooks = [Outlook.OVER if last else Outlook.UNKNOWN for last in is_last]
+    plain, hinted = played(name, trace, 80), played(name, trace, 80, outlooks=outlooks)
     assert sum(plain.hits) * 1.1 < sum(hinted.hits) <= sum(optimum_hits(trace.requests, 80))

@@ -44,6 +44,7 @@ from .policy import (
     EvictionPolicy,
     HistoryPolicy,
     NodeStats,
+    Outlook,
     Priority,
     ScoredQueue,
     Use,
@@ -52,6 +53,7 @@ from .policy import (
 from .terms import NO_TERMS, Terms
 
 TOKEN_BYTES = 4
+_MAX_BEHIND = 8  # requests that an order of victims may be old
 _NO_BLOCKS: BlockIds = np.empty(0, np.intp)
 
 
@@ -175,7 +177,7 @@ class PrefixIndex:
         self._leaves: VictimQueue[Node]
         if isinstance(policy, HistoryPolicy):
             self._history = policy
-            self._leaves = ScoredQueue(policy)
+            self._leaves = ScoredQueue(policy, max_behind=_MAX_BEHIND)
         else:
             self._policy = policy
             self._leaves = VictimQueue(policy)
@@ -207,27 +209,38 @@ class PrefixIndex:
             self._touch(node, moment)
         return self._assemble(path, min(found, max_tokens))
 
-    def demote(self, namespace: str, tokens: bytes) -> int:
-        """What only ``tokens`` ran through goes before all else, until it is used again; returns its tokens.
+    def hint(self, namespace: str, tokens: bytes, outlook: Outlook) -> int:
+        """What is said of ``tokens`` holds for what only they ran through; returns how many tokens that is.
 
-        That is the end of their path up to where another prompt parts from it.
+        That is the end of their path up to where another prompt parts from it. Rules by rank give up first
+        what is abandoned or over; to rules with a history it is something to judge by. A use makes it void.
         """
         tree = self._trees.get(namespace)
         path = [] if tree is None else self._walk(tree.root, tokens)[0]
         num_tokens = 0
         if not path or path[-1].children:
             return 0
+        goes_first = outlook >= Outlook.ABANDONED
         for node in reversed(path):
             if len(node.children) > 1:
                 break
-            node.last_used = node.inserted = node.num_uses = 0
             num_tokens += node.num_tokens
             if self._history is not None:
-                self._history.demote(node.tag)
+                self._history.hinted(node.tag, outlook)
+            elif goes_first:
+                node.last_used = node.inserted = node.num_uses = 0
             self._leaves.refresh(node)
-        if isinstance(self._leaves, ScoredQueue):
-            self._leaves.observed()
         return num_tokens
+
+    def tend(self) -> bool:
+        """A slice of what the policy has put off, then the order of victims; true while more is left."""
+        if self._history is None:
+            return False
+        assert isinstance(self._leaves, ScoredQueue)
+        if self._history.tend():
+            return True
+        self._leaves.renew()
+        return False
 
     def num_tokens_in(self, namespace: str) -> int:
         """Tokens findable in one namespace."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 from threading import Lock
 from types import TracebackType
@@ -19,7 +19,7 @@ from ostinato.types import BlockIds, Run, SlotCopy, TokenArray
 from .hashing import Namespace
 from .index import NOTHING_NEW, TOKEN_BYTES, Match, Moment, Node, PrefixIndex
 from .pins import Pin, Pins
-from .policy import LRU, NO_HINTS, EvictionPolicy, HistoryPolicy, RequestHints, Use
+from .policy import LRU, NO_HINTS, EvictionPolicy, HistoryPolicy, Outlook, RequestHints, Use
 from .pool import BlockPool, BlockTable
 from .tenants import TenantBooks
 from .terms import FREE_FOR_ALL, NO_TERMS, Allowances, Purged, Selection, TenantUse, Terms, model_id
@@ -160,14 +160,22 @@ class KVManager:
             found = self._index.peek(namespace.digest, data, self._now_s())
             return min(found, max(0, len(tokens) - 1))
 
-    def demote(self, namespace: Namespace, tokens: TokenArray) -> int:
-        """A hint: this sequence will not go on (its session was closed, its branch lost, its user left).
+    def hint(self, namespace: Namespace, tokens: TokenArray, outlook: Outlook) -> int:
+        """Says what will become of this sequence, as far as only it ran through what is cached of it.
 
-        What only it ran through is evicted before all else, unless it is used again: a wrong hint costs at
-        most its own entries. Held blocks stay. Returns how many tokens it moved.
+        A use makes that void. Rules by rank give up first what is abandoned or over, and take no notice of
+        the rest; to ``workload`` it is evidence. Held blocks stay. Returns of how many tokens it is said.
         """
         with self._lock:
-            return self._index.demote(namespace.digest, _as_bytes(tokens))
+            return self._index.hint(namespace.digest, _as_bytes(tokens), outlook)
+
+    def tend(self) -> bool:
+        """Does one bounded slice of what the policy has put off: counting, learning, ordering its victims.
+
+        True while more is left. For a moment when nobody waits; the policy does not depend on it.
+        """
+        with self._lock:
+            return self._index.tend()
 
     def clear(self, namespace: Namespace | None = None) -> int:
         """Drops everything evictable, of one namespace or of all; returns how many blocks became free."""
@@ -583,6 +591,10 @@ class Lease:
         many tokens became newly findable, and emits ``BlocksStored`` if any did.
         """
         return self._manager._commit(self, tokens)
+
+    def note_output(self, num_tokens: int) -> None:
+        """Says how long the answer is, before it is committed; for the policy."""
+        self._use.hints = replace(self._use.hints, output_tokens=num_tokens)
 
     def release(self) -> None:
         """Lets go of everything; again is nothing. What was not committed is as if it never was."""

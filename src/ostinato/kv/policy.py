@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from enum import IntEnum
 from heapq import heapify, heappop, heappush
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -44,10 +46,26 @@ class EvictionPolicy(Protocol):
         """
 
 
+class Outlook(IntEnum):
+    """What somebody says of a sequence's future, once it was answered.
+
+    ``SOON``: the answer ended in tool calls, their results will follow. ``LATER``: somebody has to think
+    first, or is away. ``ABANDONED``: whoever asked left before the end. ``OVER``: it will not go on.
+    """
+
+    UNKNOWN = 0
+    SOON = 1
+    LATER = 2
+    ABANDONED = 3
+    OVER = 4
+
+
 @dataclass(frozen=True, slots=True)
 class RequestHints:
     """What a caller may know of a request beyond its tokens. Every field is optional and only a hint.
 
+    ``input_tokens`` of the sequence are the prompt; ``output_tokens``, the answer's length, is often known
+    at the end only (:meth:`~ostinato.kv.manager.Lease.note_output`).
     ``has_part_block``: the last token stands for a block that is not full (a trace of blocks), so that
     nothing longer can continue it.
     """
@@ -76,7 +94,12 @@ class HistoryPolicy(ABC):
 
     The index tells it of every commit, cuts its nodes where the policy says that fates part, tags each node
     with what the policy says stands there, and asks for the order of tags. All under the manager's lock.
+
+    What need not be known at once (counting, learning) is put off: ``tend`` does a slice of it.
     """
+
+    obeys = True
+    """Whether ``hinted`` moves a rank whoever says so; else what is said is weighed, and may be a lie."""
 
     @abstractmethod
     def observe(self, use: Use, tokens: bytes) -> list[int]:
@@ -97,9 +120,13 @@ class HistoryPolicy(ABC):
         """Asked when it is a victim's turn: true gives it another chance, at the score it has then."""
         return False
 
-    def demote(self, tag: Any) -> None:
-        """Whoever used it says that it will not come back. To believe it for good would make lies dear."""
+    def hinted(self, tag: Any, outlook: Outlook) -> None:
+        """Whoever used it says what will become of it; a use makes that void."""
         return
+
+    def tend(self) -> bool:
+        """Does one bounded slice of what was put off; true while more is left."""
+        return False
 
     def evicted(self, tag: Any) -> None:
         """The last of a node with this tag is gone."""
@@ -226,45 +253,50 @@ class VictimQueue(Generic[CandidateT]):
 
 
 class ScoredQueue(VictimQueue[CandidateT]):
-    """The same for scores that change with time: nothing is ordered until a victim is wanted.
+    """The same for scores that change with time: the order is renewed now and then, best when nobody waits.
 
-    Once a request the scores of all candidates are computed in one go and the lowest few are sorted; those
-    put while victims are taken are scored as they come.
+    ``renew`` computes the scores of all candidates in one go and sorts the lowest few. What is put after
+    that is scored when a victim is wanted. Nobody needs to call it: where the order is older than
+    ``max_behind`` requests, or used up, it is renewed at once.
     """
 
-    _NUM_SORTED = 48
+    _NUM_SORTED = 192
 
-    def __init__(self, policy: HistoryPolicy) -> None:
+    def __init__(self, policy: HistoryPolicy, *, max_behind: int = 0) -> None:
         super().__init__(_NoPriority())
         self._scorer = policy
+        self._max_behind = max_behind
+        self._num_behind = 1
         self._waiting: dict[int, CandidateT] = {}  # by ticket, in order of arrival
         self._sorted: list[tuple[float, int]] = []
+        self._bound = math.inf  # what is not among the sorted has no lower score
         self._unscored: list[int] = []
-        self._is_stale = True
 
     def observed(self) -> None:
         """All scores may have changed."""
-        self._is_stale = True
+        self._num_behind += 1
+
+    def renew(self) -> None:
+        """Puts the order right, unless it is already; less often where there are many to sort."""
+        if self._num_behind > len(self._waiting) // 1024:
+            self._sort()
 
     def put(self, candidate: CandidateT) -> None:
         self.drop(candidate)
         self._last_ticket += 1
         candidate.ticket = self._last_ticket
         self._waiting[candidate.ticket] = candidate
-        if not self._is_stale:
-            self._unscored.append(candidate.ticket)
+        self._unscored.append(candidate.ticket)
+        if len(self._unscored) > 64 + 2 * len(self._waiting):
+            self._unscored = [ticket for ticket in self._unscored if ticket in self._waiting]
 
     def pop(self) -> CandidateT:
         while self._waiting:
-            if self._is_stale or not (self._sorted or self._unscored):
+            if self._num_behind > self._max_behind or not (self._sorted or self._unscored):
                 self._sort()
             elif self._unscored:
-                fresh = [ticket for ticket in self._unscored if ticket in self._waiting]
-                self._unscored.clear()
-                scores = self._scorer.scores([self._waiting[ticket].tag for ticket in fresh])
-                for entry in zip(scores.tolist(), fresh, strict=True):
-                    heappush(self._sorted, entry)
-            while self._sorted:
+                self._score_fresh()
+            while self._sorted and self._sorted[0][0] <= self._bound:
                 candidate = self._waiting.pop(heappop(self._sorted)[1], None)
                 if candidate is None:
                     continue
@@ -273,6 +305,8 @@ class ScoredQueue(VictimQueue[CandidateT]):
                     return candidate
                 self.put(candidate)
                 break
+            else:
+                self._sorted.clear()
         raise AssertionError("more blocks were said to be evictable than there are candidates for")
 
     def drop(self, candidate: CandidateT) -> None:
@@ -287,6 +321,13 @@ class ScoredQueue(VictimQueue[CandidateT]):
         self._sorted.clear()
         self._unscored.clear()
 
+    def _score_fresh(self) -> None:
+        fresh = [ticket for ticket in self._unscored if ticket in self._waiting]
+        self._unscored.clear()
+        scores = self._scorer.scores([self._waiting[ticket].tag for ticket in fresh])
+        for entry in zip(scores.tolist(), fresh, strict=True):
+            heappush(self._sorted, entry)
+
     def _sort(self) -> None:
         tickets = np.fromiter(self._waiting, np.int64, len(self._waiting))
         scores = self._scorer.scores([candidate.tag for candidate in self._waiting.values()])
@@ -294,8 +335,9 @@ class ScoredQueue(VictimQueue[CandidateT]):
         if len(tickets) > self._NUM_SORTED:
             lowest = np.argpartition(scores, self._NUM_SORTED)[: self._NUM_SORTED]
         self._sorted = sorted(zip(scores[lowest].tolist(), tickets[lowest].tolist(), strict=True))
+        self._bound = self._sorted[-1][0] if len(lowest) < len(tickets) else math.inf
         self._unscored.clear()
-        self._is_stale = False
+        self._num_behind = 0
 
     def check_integrity(self, candidates: list[CandidateT]) -> None:
         queued = {id(candidate): ticket for ticket, candidate in self._waiting.items()}

@@ -10,7 +10,7 @@ import numpy as np
 from ostinato.events import BlocksEvicted, Event
 from ostinato.kv.hashing import Namespace
 from ostinato.kv.manager import KVManager
-from ostinato.kv.policy import EvictionPolicy, HistoryPolicy, RequestHints
+from ostinato.kv.policy import EvictionPolicy, HistoryPolicy, Outlook, RequestHints
 from ostinato.types import TokenArray
 
 from .traces import TraceRequest
@@ -56,12 +56,13 @@ def replay(
     *,
     unit_tokens: int,
     on_request: Callable[[KVManager], None] | None = None,
-    is_last: Sequence[bool] | None = None,
+    outlooks: Sequence[Outlook] | None = None,
 ) -> Replayed:
     """Each request in turn is looked up, inserted whole and let go, in a pool of ``capacity`` units.
 
     A request longer than the pool is computed and not kept. ``clock`` is the one the policy was made with.
-    ``is_last``: after which requests the caller says that this sequence will not go on.
+    ``outlooks``: what is said of each sequence once it was answered. What the policy puts off it does between
+    requests.
     """
     result = Replayed(capacity)
 
@@ -77,8 +78,10 @@ def replay(
         result.refs.append(len(request.units))
         result.hit_tokens += min(hit * unit_tokens, request.input_tokens)
         result.input_tokens += request.input_tokens
-        if is_last is not None and is_last[number]:
-            manager.demote(_NAMESPACE, request.units)
+        if outlooks is not None and outlooks[number]:
+            manager.hint(_NAMESPACE, request.units, outlooks[number])
+        while manager.tend():
+            pass
         if on_request is not None:
             on_request(manager)
     return result

@@ -7,6 +7,8 @@ probability of a reuse until then to the expected time held.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 import numpy.typing as npt
 
@@ -30,18 +32,20 @@ def gittins(hazard: Floats, width_s: Floats) -> Floats:
 
 
 class HazardTables:
-    """Hazards counted for a few classes of blocks, by age."""
+    """Hazards counted for a few classes of blocks, by age; groups of ``num_classes`` are learned apart."""
 
-    def __init__(self, num_classes: int) -> None:
+    def __init__(self, num_classes: int, num_groups: int = 1) -> None:
         edges, width = [0.0], 5.0
         while edges[-1] < 4000:
             edges.append(edges[-1] + width)
             width *= 1.2
         self.edges_s = np.array(edges)
         self._width_s = np.diff(np.append(self.edges_s, self.edges_s[-1] * 2))
-        shape = (num_classes, len(edges))
+        shape = (num_classes * num_groups, len(edges))
+        self._num_classes = num_classes
         self._events: Floats = np.zeros(shape)
         self._closed: Floats = np.zeros(shape)
+        self._waiting: Floats = np.zeros(shape)
         self._worth: Floats = np.zeros(shape)
 
     def close(self, classes: Ints, ages_s: Floats, num_blocks: Floats, *, is_reuse: bool) -> None:
@@ -51,14 +55,27 @@ class HazardTables:
         if is_reuse:
             np.add.at(self._events, (classes, bins), num_blocks)
 
-    def learn(self, classes: Ints, ages_s: Floats, num_blocks: Floats) -> None:
-        """Puts the index together from what ended and from the blocks that still wait."""
-        waiting = self._closed.copy()
-        np.add.at(waiting, (classes, self._bin(ages_s)), num_blocks)
-        at_risk = np.cumsum(waiting[:, ::-1], axis=1)[:, ::-1]
+    def wait(self, classes: Ints, ages_s: Floats, num_blocks: Floats) -> None:
+        """These blocks wait still; counted for the next ``learn``."""
+        np.add.at(self._waiting, (classes, self._bin(ages_s)), num_blocks)
+
+    def learn(self) -> Iterator[None]:
+        """Puts the index together from what ended and from the blocks that still wait, a group at a time."""
+        at_risk = self._at_risk(self._closed + self._waiting)
+        self._waiting[:] = 0
+        # Of a class of which little is known yet its group is believed, and of a group all of them.
         overall = (self._events.sum(0) + 0.03) / (at_risk.sum(0) + 3)
-        hazard = (self._events + 30 * overall) / (at_risk + 30)
-        self._worth = gittins(np.clip(hazard, 1e-9, 1 - 1e-9), self._width_s)
+        for start in range(0, len(at_risk), self._num_classes):
+            rows = slice(start, start + self._num_classes)
+            within = (self._events[rows].sum(0) + 30 * overall) / (at_risk[rows].sum(0) + 30)
+            hazard = (self._events[rows] + 30 * within) / (at_risk[rows] + 30)
+            self._worth[rows] = gittins(np.clip(hazard, 1e-9, 1 - 1e-9), self._width_s)
+            yield
+
+    @staticmethod
+    def _at_risk(ended: Floats) -> Floats:
+        """How many were still there at the beginning of each bin."""
+        return np.asarray(np.cumsum(ended[..., ::-1], axis=-1)[..., ::-1])
 
     def worth(self, classes: Ints, ages_s: Floats) -> Floats:
         bins = self._bin(ages_s)
@@ -107,13 +124,15 @@ class HazardRegression:
         step = (gradient[hit] + self._decay * self._params[hit]) / np.sqrt(self._squares[hit])
         self._params[hit] -= self._rate * step
 
-    def refresh(self) -> None:
-        """Puts the index together from the present weights."""
+    def refresh(self) -> Iterator[None]:
+        """Puts the index together from the present weights, a stratum at a time."""
         at = self._num_weights
         bias = self._params[at : at + self.num_bins]
         strata = self._params[at + self.num_bins :].reshape(self._num_strata, self.num_bins)
-        logit = self._grid[:, None, None] + bias + strata
-        self._worth = gittins(1 / (1 + np.exp(-logit)), self._width_s)
+        for stratum in range(self._num_strata):
+            logit = self._grid[:, None] + bias + strata[stratum]
+            self._worth[:, stratum] = gittins(1 / (1 + np.exp(-logit)), self._width_s)
+            yield
 
     def sums(self, features: Indices) -> Floats:
         """The features' part of the logit, a row each."""

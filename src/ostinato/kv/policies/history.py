@@ -24,7 +24,8 @@ class RequestRecord:
     """What of a request its runs remember.
 
     ``turn`` counts from 0, ``message_tokens`` is what came on top of the turn before and its answer,
-    ``num_known`` of its ``num_blocks`` blocks had been seen before.
+    ``num_known`` of its ``num_blocks`` blocks had been seen before. Of the first ``num_counted`` it was
+    counted which a shadow had; ``went_through`` says for each shadow whether it had them all.
     """
 
     num_blocks: int
@@ -35,6 +36,8 @@ class RequestRecord:
     input_tokens: int = 0
     message_tokens: int = 0
     parent_gap_s: float = -1.0
+    num_counted: int = 0
+    went_through: tuple[bool, bool] = (True, True)
 
 
 class Stand(Candidate):
@@ -158,9 +161,10 @@ class History:
             del self._by_age[run]
             self._by_age[run] = None
 
-    def trim(self) -> None:
-        """Forgets down to the bound."""
-        for _ in range(len(self._by_age)):
+    def trim(self, max_looked_at: int | None = None) -> None:
+        """Forgets down to the bound, looking at so many runs; ``None``: at all, if it must be."""
+        num_runs = len(self._by_age)
+        for _ in range(num_runs if max_looked_at is None else min(max_looked_at, num_runs)):
             if self.num_blocks <= self.max_blocks:
                 return
             run = next(iter(self._by_age))

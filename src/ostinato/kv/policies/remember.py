@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from ..policy import NO_HINTS, HistoryPolicy, Use
+from ..policy import NO_HINTS, HistoryPolicy, Outlook, Use
 from .history import History, RequestRecord, Run, names_of
 
 _NEVER = float(2**50)
@@ -63,8 +63,9 @@ class Remembering(HistoryPolicy):
     def size_bytes(self) -> int:
         return self._history.size_bytes
 
-    def demote(self, tag: Run) -> None:
-        tag.order, tag.older = -self._order, 0  # before all that was used once
+    def hinted(self, tag: Run, outlook: Outlook) -> None:
+        if outlook >= Outlook.ABANDONED:
+            tag.order, tag.older = -self._order, 0  # before all that was used once
 
     def _use(self, run: Run, request: RequestRecord) -> None:
         run.request = request

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
 from typing import TypeVar
 
 import numpy as np
@@ -11,7 +12,7 @@ import numpy.typing as npt
 
 from ostinato.ports import Clock
 
-from ..policy import LRU, NO_HINTS, HistoryPolicy, Use
+from ..policy import LRU, NO_HINTS, HistoryPolicy, Outlook, Use
 from .features import NUM_CLASSES, NUM_FEATURES, NUM_STRATA, NUM_WEIGHTS, class_of, features_of, stratum_of
 from .guard import Guard
 from .hazard import Floats, HazardRegression, HazardTables
@@ -20,6 +21,10 @@ from .history import History, RequestRecord, Run, Shadow, names_of
 ScalarT = TypeVar("ScalarT", bound=np.generic)
 
 _ADVANCE_S = 1.0  # bins are ten seconds and more
+_SLICE_ROWS = 2048  # that one slice of put-off work looks at
+_ROWS_PER_REQUEST = 512  # that refits may look at, on the average
+_MAX_CHORES = 64
+_MAX_LOOKED_AT = 64  # runs, for what to forget
 _HUB_BRANCHES = 8  # a run that so many prompts continue is nobody's last turn
 
 
@@ -28,7 +33,11 @@ class Workload(HistoryPolicy):
 
     Two learners of that (``HazardTables`` on three features, ``HazardRegression`` on many) are multiplied. A
     guard replays the same requests through two shadows that only count, least recently used and ours, and
-    falls back to the former while it leads.
+    falls back to the former while it leads. What is said of a sequence's future is one more thing that the
+    tables learn from: what comes true is obeyed, what does not is not.
+
+    Counting and learning are chores that ``tend`` does in slices, in the order they came up; whoever never
+    calls it gets them done as requests come in.
 
     Args:
         num_blocks: capacity of the cache it serves.
@@ -49,8 +58,11 @@ class Workload(HistoryPolicy):
         self._block_tokens = block_tokens
         self._now_s = self._advance_at_s = 0.0
         self._order = 0
-        self._num_requests = 0
-        self._tables = HazardTables(NUM_CLASSES)
+        self._num_requests = self._learn_at = 0
+        self._counts: deque[Iterator[None]] = deque()
+        self._lessons: deque[Iterator[None]] = deque()
+        self._num_slices = 0
+        self._tables = HazardTables(NUM_CLASSES, len(Outlook))
         self._regression = HazardRegression(NUM_WEIGHTS, NUM_STRATA)
         max_blocks = history_factor * num_blocks + history_floor
         self._history = History(max_blocks, self._was_split, self._forget, self._grow)
@@ -63,19 +75,18 @@ class Workload(HistoryPolicy):
         self._order_of: Floats = np.zeros(64)
         self._blocks: Floats = np.zeros(64)  # 0: the row is free
         self._sums: Floats = np.zeros(64)
-        self._hope: Floats = np.ones(64)  # 0: a hint said that it will not come back
         self._class: npt.NDArray[np.int64] = np.zeros(64, np.int64)
         self._stratum: npt.NDArray[np.int64] = np.zeros(64, np.int64)
         self._bin: npt.NDArray[np.int64] = np.zeros(64, np.int64)
         self._features: npt.NDArray[np.int16] = np.zeros((64, NUM_FEATURES), np.int16)
         self._history.new_row()  # row 0 is the run that stands for "shorter than a block"
-        self._learn()  # what is assumed before anything was seen
+        for _ in self._learn():  # what is assumed before anything was seen
+            pass
 
     # ------------------------------------------------------------ what the index asks
 
     def observe(self, use: Use, tokens: bytes) -> list[int]:
         names = names_of(use)
-        num_before = len(names.keys)
         names.extend(tokens, self._block_tokens)
         self._path = []
         if not names.keys:
@@ -86,19 +97,10 @@ class Workload(HistoryPolicy):
         if names.request is None:
             self._num_requests += 1
             names.request = self._record(use, known, num_known, len(names.keys), len(tokens) // 4)
-            if num_before == 0:
-                num_refs = len(names.keys)
-                self.guard.count(self._lru.hits(known), self._ours.hits(known), num_refs)
-        if self._now_s >= self._advance_at_s:
-            self._advance()
-            self._advance_at_s = self._now_s + _ADVANCE_S
-        self._use(known, num_known, names.keys, names.request)
-        self._lru.place(self._path, self._order)
-        self._ours.place(self._path, self._order)
-        self._history.trim()
-        every = 10 if self._num_requests < 500 else 50
-        if self._num_requests % every == 0:
-            self._learn()
+        is_told_more = names.request.hints is not use.hints
+        names.request.hints = use.hints
+        self._use(known, num_known, names.keys, names.request, is_told_more=is_told_more)
+        self._put_off(names.request, len(names.keys))
         return [(run.depth + len(run.keys)) * self._block_tokens for run in self._path[:-1]]
 
     def tag_at(self, depth_tokens: int) -> Run:
@@ -111,7 +113,7 @@ class Workload(HistoryPolicy):
     def scores(self, tags: Sequence[Run]) -> Floats:
         if self.guard.is_fallen_back:
             rows = np.fromiter((run.slot for run in tags), np.intp, len(tags))
-            return self._order_of[rows] * self._hope[rows]
+            return self._order_of[rows]
         return self.worth(tags)
 
     def worth(self, runs: Sequence[Run]) -> Floats:
@@ -120,10 +122,20 @@ class Workload(HistoryPolicy):
         ages_s = self._now_s - self._last_s[rows]
         by_table = self._tables.worth(self._class[rows], ages_s)
         by_weights = self._regression.worth(self._sums[rows], self._stratum[rows], ages_s)
-        return np.asarray(by_table * by_weights * self._hope[rows])
+        return np.asarray(by_table * by_weights)
 
-    def demote(self, tag: Run) -> None:
-        self._hope[tag.slot] = 0.0
+    def hinted(self, tag: Run, outlook: Outlook) -> None:
+        if tag.slot:
+            self._class[tag.slot] = self._class[tag.slot] % NUM_CLASSES + NUM_CLASSES * outlook
+
+    def tend(self) -> bool:
+        """Counting goes first, in order; learning gets every third slice even then."""
+        self._num_slices += 1
+        is_lesson = bool(self._lessons) and (not self._counts or self._num_slices % 3 == 0)
+        chores = self._lessons if is_lesson else self._counts
+        if chores and next(chores[0], self) is self:
+            chores.popleft()
+        return bool(self._counts or self._lessons)
 
     @property
     def size_bytes(self) -> int:
@@ -149,7 +161,15 @@ class Workload(HistoryPolicy):
                 record.message_tokens = record.input_tokens - parent.input_tokens - parent.hints.output_tokens
         return record
 
-    def _use(self, known: list[Run], num_known: int, keys: array[int], request: RequestRecord) -> None:
+    def _use(
+        self,
+        known: list[Run],
+        num_known: int,
+        keys: array[int],
+        request: RequestRecord,
+        *,
+        is_told_more: bool,
+    ) -> None:
         """Known runs were used again, what is behind them is new."""
         again = [run for run in known if run.request is not request]
         self._reward(again)
@@ -175,6 +195,8 @@ class Workload(HistoryPolicy):
                 run.last_s = self._now_s
                 run.request = request
                 self._start(run, run is path[-1])
+            elif is_told_more:
+                self._describe(run, run is path[-1])
             else:
                 self._blocks[run.slot] = len(run.keys)
 
@@ -183,17 +205,62 @@ class Workload(HistoryPolicy):
         row = run.slot
         self._last_s[row] = run.last_s
         self._order_of[row] = run.order
-        self._blocks[row] = len(run.keys)
         self._bin[row] = 0
-        self._hope[row] = 1.0
+        self._describe(run, is_last)
+
+    def _describe(self, run: Run, is_last: bool) -> None:
+        row = run.slot
+        self._blocks[row] = len(run.keys)
         self._class[row] = class_of(run)
         self._stratum[row] = stratum_of(run)
         self._features[row] = features_of(run, is_last)
         self._sums[row] = self._regression.sums(self._features[row][None])[0]
 
-    # ------------------------------------------------------------ learning
+    # ------------------------------------------------------------ chores
+
+    def _put_off(self, request: RequestRecord, num_blocks: int) -> None:
+        """What has to be done because of a request, and need not be done now."""
+        asked = request.hints.input_tokens // self._block_tokens
+        self._counts.append(
+            self._count(self._path[-1], self._order, request, min(num_blocks, asked or num_blocks))
+        )
+        if self._now_s >= self._advance_at_s:
+            self._lessons.append(self._advance())
+            # Looking at a row takes some 10 ns: a hundred thousand a second are a thousandth of the time.
+            self._advance_at_s = self._now_s + max(_ADVANCE_S, self._history.num_rows / 100_000)
+        if self._num_requests >= self._learn_at:
+            self._lessons.append(self._learn())
+            every = 10 if self._num_requests < 500 else 50
+            self._learn_at = self._num_requests + max(every, self._history.num_rows // _ROWS_PER_REQUEST)
+        self._history.trim(_MAX_LOOKED_AT)
+        while len(self._counts) > _MAX_CHORES or len(self._lessons) > _MAX_CHORES:
+            self.tend()  # nobody else does
+
+    def _count(self, last: Run, order: int, request: RequestRecord, num_asked: int) -> Iterator[None]:
+        """Plays the request's path up to ``last`` through both shadows; counts blocks not counted before."""
+        path: list[Run] = []
+        above: Run | None = last
+        while above is not None:
+            path.append(above)
+            above = above.parent
+        path.reverse()
+        if not last.stands:
+            return  # forgotten meanwhile
+        if num_asked > request.num_counted:
+            hits = self._lru.hits(path), self._ours.hits(path)
+            lru_hits, our_hits = (
+                max(0, min(hit, num_asked) - request.num_counted) if through else 0
+                for hit, through in zip(hits, request.went_through, strict=True)
+            )
+            self.guard.count(lru_hits, our_hits, num_asked - request.num_counted)
+            request.went_through = hits[0] >= num_asked, hits[1] >= num_asked
+            request.num_counted = num_asked
+        self._lru.place(path, order)
+        yield
+        self._ours.place(path, order)
 
     def _reward(self, runs: list[Run]) -> None:
+        """What was used again is a sample: of what it looked like, before it looks otherwise."""
         if not runs:
             return
         rows = np.fromiter((run.slot for run in runs), np.intp, len(runs))
@@ -203,26 +270,37 @@ class Workload(HistoryPolicy):
         weight = np.ones(len(rows))
         self._regression.learn(self._features[rows], self._stratum[rows], self._bin[rows], True, weight)
 
-    def _advance(self) -> None:
+    def _advance(self) -> Iterator[None]:
         """Bins that passed without a use are samples too."""
         edges = HazardRegression.edges_s
-        num_rows = self._history.num_rows
-        while True:
-            bins = self._bin[:num_rows]
-            ends_s = self._last_s[:num_rows] + edges[np.minimum(bins + 1, len(edges) - 1)]
-            is_over = (ends_s <= self._now_s) & (self._blocks[:num_rows] > 0) & (bins < len(edges) - 1)
-            rows = np.flatnonzero(is_over)
-            if not len(rows):
-                return
-            weight = np.ones(len(rows))
-            self._regression.learn(self._features[rows], self._stratum[rows], self._bin[rows], False, weight)
-            self._bin[rows] += 1
+        for start in range(0, self._history.num_rows, _SLICE_ROWS):
+            part = slice(start, start + _SLICE_ROWS)
+            while True:
+                bins = self._bin[part]
+                ends_s = self._last_s[part] + edges[np.minimum(bins + 1, len(edges) - 1)]
+                is_over = (ends_s <= self._now_s) & (self._blocks[part] > 0) & (bins < len(edges) - 1)
+                rows = start + np.flatnonzero(is_over)
+                if not len(rows):
+                    break
+                weight = np.ones(len(rows))
+                self._regression.learn(
+                    self._features[rows], self._stratum[rows], self._bin[rows], False, weight
+                )
+                self._bin[rows] += 1
+                yield
 
-    def _learn(self) -> None:
-        rows = np.flatnonzero(self._blocks[: self._history.num_rows])
-        self._tables.learn(self._class[rows], self._now_s - self._last_s[rows], self._blocks[rows])
-        self._regression.refresh()
-        self._sums[rows] = self._regression.sums(self._features[rows])
+    def _learn(self) -> Iterator[None]:
+        """Puts both learners' indices together from what they know now."""
+        for start in range(0, self._history.num_rows, _SLICE_ROWS):
+            rows = start + np.flatnonzero(self._blocks[start : start + _SLICE_ROWS])
+            self._tables.wait(self._class[rows], self._now_s - self._last_s[rows], self._blocks[rows])
+            yield
+        yield from self._tables.learn()
+        yield from self._regression.refresh()
+        for start in range(0, self._history.num_rows, _SLICE_ROWS):
+            rows = start + np.flatnonzero(self._blocks[start : start + _SLICE_ROWS])
+            self._sums[rows] = self._regression.sums(self._features[rows])
+            yield
 
     # ------------------------------------------------------------ what the history says
 
@@ -231,7 +309,6 @@ class Workload(HistoryPolicy):
             self._last_s,
             self._order_of,
             self._sums,
-            self._hope,
             self._class,
             self._stratum,
             self._bin,
@@ -257,7 +334,6 @@ class Workload(HistoryPolicy):
         self._last_s, self._order_of = _grown(self._last_s, size), _grown(self._order_of, size)
         self._blocks, self._sums = _grown(self._blocks, size), _grown(self._sums, size)
         self._class, self._stratum = _grown(self._class, size), _grown(self._stratum, size)
-        self._hope = _grown(self._hope, size)
         self._bin, self._features = _grown(self._bin, size), _grown(self._features, size)
 
 
