@@ -22,7 +22,7 @@ from typing import Any
 from common import finish
 from ostinato.config import Settings
 from ostinato.kv.policies import make_policy
-from ostinato.kv.policy import HistoryPolicy
+from ostinato.kv.policy import HistoryPolicy, Outlook
 from ostinato.models.store import ModelStore
 from ostinato.ports import SystemClock
 from ostinato.sim.compare import Row, compare
@@ -82,12 +82,12 @@ def decision_ms(trace: Trace, capacity: int) -> dict[str, float]:
 def closed_hint(trace: Trace, capacity: int) -> dict[str, float]:
     """Percent served when the caller says truly, after each request, whether it is the last of its chain."""
     served: dict[str, float] = {}
-    is_last = never_continued(trace.requests)
+    outlooks = [Outlook.OVER if last else Outlook.UNKNOWN for last in never_continued(trace.requests)]
     for name, label in (("lru", "lru"), ("workload", "ours")):
         clock = ReplayClock()
         policy = make_policy(name, num_blocks=capacity, block_tokens=1, clock=clock)
         units = trace.unit_tokens
-        result = replay(trace.requests, capacity, policy, clock, unit_tokens=units, is_last=is_last)
+        result = replay(trace.requests, capacity, policy, clock, unit_tokens=units, outlooks=outlooks)
         served[label] = round(100 * result.hit_rate(), 2)
         served[f"{label}_half2"] = round(100 * result.hit_rate(len(trace.requests) // 2), 2)
     return served

@@ -14,6 +14,7 @@ import click
 from . import __version__, cli_prompt, cli_replay
 from .config import Settings, parse_size, tame_waiting_threads
 from .errors import ClientError, OstinatoError
+from .kv.policy_names import POLICY_NAMES
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -44,6 +45,7 @@ def engine_options(command: F) -> F:
                 help="Folder in which processes share KV, also across restarts.",
             ),
             click.option("--shared-tier-bytes", type=Size(), help="What that may take, e.g. 8GiB."),
+            click.option("--policy", type=click.Choice(POLICY_NAMES), help="What goes when that is full."),
             click.option("--block-size", type=int, help="Tokens in a block."),
             click.option("--max-model-len", type=int, help="Longest sequence in tokens."),
             click.option("--max-batch-tokens", type=int, help="Rows of one engine step at most."),

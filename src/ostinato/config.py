@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from .errors import ParameterError
+from .kv.policy_names import POLICY_NAMES
 
 DEFAULT_MODEL = "smollm2-135m"
 PREFIX = "OSTINATO_"
@@ -31,6 +32,7 @@ class Settings:
         shared_tier: folder in which this machine's processes keep KV blocks, also across restarts;
             ``None``: none. Under ``/dev/shm`` it is memory.
         shared_tier_bytes: what the blocks in it may take.
+        policy: what is given up when ``kv_cache`` is full (``docs/policies.md``).
         block_size: tokens in a block.
         max_model_len: longest sequence in tokens; ``None``: the model's own.
         max_batch_tokens: rows of one engine step at most; a long prompt is computed in chunks of this.
@@ -56,6 +58,7 @@ class Settings:
     kv_cache: int = 2 << 30
     shared_tier: Path | None = None
     shared_tier_bytes: int = 8 << 30
+    policy: str = "workload"
     block_size: int = 16
     max_model_len: int | None = None
     max_batch_tokens: int = 512
@@ -116,6 +119,10 @@ class Settings:
         if self.max_model_len is not None and self.max_model_len < 2:
             raise ParameterError(
                 "max_model_len must be at least 2: one token to ask, one to answer", param="max_model_len"
+            )
+        if self.policy not in POLICY_NAMES:
+            raise ParameterError(
+                f"there is no policy {self.policy!r}; there are {', '.join(POLICY_NAMES)}", param="policy"
             )
         if not 0 <= self.port <= 65535:
             raise ParameterError("port must be between 0 and 65535", param="port")

@@ -18,7 +18,17 @@ from .errors import ParameterError
 from .ports import Clock, SystemClock
 from .prompt.conversation import conversation_from_dicts, message_as_dict
 from .runtime import Prepared, Runtime
-from .types import Chunk, Conversation, FinishReason, GenerationRequest, Message, SamplingParams, Usage
+from .types import (
+    Chunk,
+    Conversation,
+    FinishReason,
+    GenerationRequest,
+    Message,
+    SamplingParams,
+    Session,
+    SessionState,
+    Usage,
+)
 
 if TYPE_CHECKING:
     from .engines.base import RunnerInfo
@@ -76,7 +86,8 @@ class Engine:
     """A loaded model with its cache. Thread-safe; close it, or use it as a context manager.
 
     Keyword arguments of the methods are the fields of :class:`~ostinato.types.SamplingParams`, and
-    ``n`` (choices) and ``salt`` (keeps this caller's KV apart).
+    ``n`` (choices), ``salt`` (keeps this caller's KV apart) and ``session`` (an id, or a
+    :class:`~ostinato.types.Session`: a hint of what is worth keeping).
     """
 
     def __init__(self, runtime: Runtime) -> None:
@@ -112,6 +123,16 @@ class Engine:
         """Continue a raw prompt, given as text or as token ids."""
         return _collect(self.runtime.iterate(self._prepare(_raw_prompt(prompt), options)))
 
+    def session(
+        self, id: str, state: SessionState, *, expires_in_s: float | None = None, salt: str = ""
+    ) -> bool:
+        """Says how a conversation stands, without a request: a hint of what is worth keeping.
+
+        ``closed``: it will not go on. ``idle``: not soon. With ``expires_in_s`` it is closed then. False
+        where nothing is known of it (any more).
+        """
+        return self.runtime.tell_session(Session(id, state, expires_in_s), salt)
+
     def close(self) -> None:
         """Stop the engine; unfinished requests end with reason "abort"."""
         self.runtime.close()
@@ -124,6 +145,9 @@ class Engine:
 
     def _prepare(self, prompt: Conversation | str | tuple[int, ...], options: dict[str, Any]) -> Prepared:
         num_choices = options.pop("n", 1)
+        session = options.pop("session", None)
+        if isinstance(session, str):
+            session = Session(session)
         salt = options.pop("salt", "")
         known = {item.name for item in fields(SamplingParams)}
         for name in options:
@@ -135,7 +159,7 @@ class Engine:
             if isinstance(options.get(name), list | set | frozenset):
                 options[name] = tuple(options[name])
         params = replace(SamplingParams(), **options)
-        return self.runtime.prepare(GenerationRequest(prompt, params, num_choices, salt))
+        return self.runtime.prepare(GenerationRequest(prompt, params, num_choices, salt, session=session))
 
 
 def load(model: str | Path | None = None, *, clock: Clock | None = None, **settings: Any) -> Engine:
@@ -225,6 +249,9 @@ def _start(
     from .engines.runners import PagedRunner, StatefulRunner
     from .kv.hashing import Namespace
     from .kv.manager import KVManager
+    from .kv.policies import make_policy
+    from .kv.sessions import Sessions
+    from .kv.tending import Tender
 
     _check_device(settings.device, torch)
     loaded = load_model(
@@ -236,7 +263,13 @@ def _start(
     info, num_blocks = loaded.info, _num_blocks(settings, loaded.info)
     runtime: Runtime
 
-    manager = KVManager(num_blocks, settings.block_size, observer=lambda event: runtime.observe(event))
+    policy = make_policy(
+        settings.policy, num_blocks=num_blocks, block_tokens=settings.block_size, clock=clock
+    )
+    manager = KVManager(
+        num_blocks, settings.block_size, policy=policy, observer=lambda event: runtime.observe(event)
+    )
+    sessions = Sessions(manager, clock)
     try:
         runner = (
             PagedRunner(loaded, num_blocks * settings.block_size) if info.reuse else StatefulRunner(loaded)
@@ -257,6 +290,8 @@ def _start(
         observer=lambda event: runtime.observe(event),
         worker=worker,
         tier_link=link,
+        sessions=sessions,
+        tender=Tender(manager, sessions),
     )
     runtime = Runtime(
         model_name=local.name,
@@ -276,6 +311,7 @@ def _start(
         eos_token_ids=loaded.eos_token_ids | tokenizer.eos_token_ids,
         clock=clock,
         tier_link=link,
+        sessions=sessions,
     )
     return runtime
 

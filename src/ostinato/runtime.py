@@ -32,6 +32,7 @@ from .errors import (
 from .events import Event, Observer, RequestFinished
 from .kv.hashing import Namespace
 from .kv.manager import CacheView, KVManager, Lease
+from .kv.sessions import Sessions
 from .kv.transfer import TierLink, TierReport
 from .ports import Clock, Tokenizer
 from .prompt.conversation import validate
@@ -43,6 +44,7 @@ from .types import (
     FinishReason,
     GenerationRequest,
     SamplingParams,
+    Session,
     TokenArray,
     TokenLogprob,
     Usage,
@@ -214,7 +216,7 @@ class _Choice:
 
     def on_finish(
         self, reason: FinishReason, stop_token: int | None, stats: SequenceStats, error: Exception | None
-    ) -> None:
+    ) -> FinishReason:
         text = self._detokenizer.finish()
         stop_reason: str | int | None = self._detokenizer.stopped
         if stop_reason is None:
@@ -224,6 +226,7 @@ class _Choice:
         self._answer.last_piece(
             Chunk(self._index, text, finish_reason=reason, stop_reason=stop_reason, error=error), stats
         )
+        return reason
 
 
 class Runtime:
@@ -245,6 +248,7 @@ class Runtime:
         eos_token_ids: frozenset[int],
         clock: Clock,
         tier_link: TierLink | None = None,
+        sessions: Sessions | None = None,
     ) -> None:
         """``tier_link``: the engine's own, to report on; closed with the engine."""
         self.model_name = model_name
@@ -257,6 +261,7 @@ class Runtime:
         self._batcher = batcher
         self._manager = manager
         self._namespace = namespace
+        self._sessions = sessions
         self._eos_token_ids = eos_token_ids
         self._tier_link = tier_link
         self._capacity_tokens = manager.num_blocks * manager.block_size
@@ -272,6 +277,12 @@ class Runtime:
     def cache(self, salt: str = "") -> CacheView:
         """What :func:`assemble_prompt` takes: this model's cache for one salt."""
         return CacheView(self._manager, self._namespace.with_salt(salt))
+
+    def tell_session(self, session: Session, salt: str = "") -> bool:
+        """Says how a conversation stands, without a request; false where nothing is known of it."""
+        if self._sessions is None:
+            return False
+        return self._sessions.say(self._namespace.with_salt(salt), session)
 
     def observe(self, event: Event) -> None:
         """Pass an event on to every observer. One that raises is logged: requests do not depend on it."""
@@ -379,6 +390,9 @@ class Runtime:
                     _Choice(index, answer, Detokenizer(self.tokenizer, params.stop)),
                     max_new_tokens=prepared.max_new_tokens,
                     stop_token_ids=stop_ids,
+                    num_choices=request.num_choices,
+                    offers_tools=isinstance(request.prompt, Conversation) and bool(request.prompt.tools),
+                    session=request.session,
                 )
             )
         handle = RequestHandle(self._batcher, sequences)

@@ -5,6 +5,7 @@ Token arrays are one-dimensional ``numpy.int32``, arrays of block ids ``numpy.in
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
@@ -12,9 +13,14 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from .errors import ParameterError
+
 TokenArray: TypeAlias = npt.NDArray[np.int32]
 BlockIds: TypeAlias = npt.NDArray[np.intp]
+SessionState: TypeAlias = Literal["open", "idle", "closed"]
 FinishReason: TypeAlias = Literal["stop", "length", "abort", "error"]
+
+MAX_SESSION_ID_CHARS = 256
 
 # ---------------------------------------------------------------- meaning
 
@@ -199,12 +205,41 @@ class Chunk:
 
 
 @dataclass(frozen=True, slots=True)
+class Session:
+    """The conversation that a request belongs to, and how it stands once the request is answered.
+
+    Only a hint of what is worth keeping; nothing but ``salt`` keeps callers apart. ``idle``: whoever asks is
+    away. ``closed``: it will not go on. ``expires_in_s``: it will not go on after so many seconds.
+
+    Raises:
+        ParameterError: a value is out of its range or of the wrong type.
+    """
+
+    id: str
+    state: SessionState = "open"
+    expires_in_s: float | None = None
+
+    def __post_init__(self) -> None:
+        given: tuple[Any, Any, Any] = self.id, self.state, self.expires_in_s
+        id_text, state, seconds = given
+        if not isinstance(id_text, str) or not 0 < len(id_text) <= MAX_SESSION_ID_CHARS:
+            raise ParameterError(
+                f"a session's id must be text of 1 to {MAX_SESSION_ID_CHARS} characters", param="session"
+            )
+        if state not in ("open", "idle", "closed"):
+            raise ParameterError("a session is open, idle or closed", param="session")
+        is_number = isinstance(seconds, int | float) and not isinstance(seconds, bool)
+        if seconds is not None and not (is_number and 0 < seconds < math.inf):
+            raise ParameterError("a session expires in some seconds, more than 0", param="session")
+
+
+@dataclass(frozen=True, slots=True)
 class GenerationRequest:
     """What a door hands to the runtime: a conversation, or a raw prompt as text or as token ids.
 
     ``salt`` keeps this request's KV apart from everyone else's with another salt. ``num_choices`` is
     OpenAI's ``n``. ``is_warming``: nobody waits for the answer, it is asked for what it leaves in the cache;
-    such requests are no part of logs and statistics.
+    such requests are no part of logs and statistics. ``session``: which conversation this is, where known.
     """
 
     prompt: Conversation | str | tuple[int, ...]
@@ -213,3 +248,4 @@ class GenerationRequest:
     salt: str = ""
     request_id: str = ""
     is_warming: bool = False
+    session: Session | None = None

@@ -51,10 +51,11 @@ class Collected:
 
     def on_finish(
         self, reason: FinishReason, stop_token: int | None, stats: SequenceStats, error: Exception | None
-    ) -> None:
+    ) -> FinishReason:
         self.num_finishes += 1
         self.reason, self.stop_token, self.stats, self.error = reason, stop_token, stats, error
         self.done.set()
+        return reason
 
     def wait(self) -> list[int]:
         assert self.done.wait(120), "the engine did not finish"

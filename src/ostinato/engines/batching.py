@@ -26,9 +26,21 @@ from ..events import Observer, Preempted, StepFinished
 from ..kv.hashing import Namespace
 from ..kv.loading import Load
 from ..kv.manager import KVManager, Lease
+from ..kv.policy import RequestHints
+from ..kv.sessions import Sessions, outlook_of
+from ..kv.tending import Tender
 from ..kv.transfer import Chain, TierLink
 from ..ports import Clock
-from ..types import FinishReason, Plan, SamplingParams, SequencePlan, SlotCopy, TokenArray, TokenLogprob
+from ..types import (
+    FinishReason,
+    Plan,
+    SamplingParams,
+    SequencePlan,
+    Session,
+    SlotCopy,
+    TokenArray,
+    TokenLogprob,
+)
 from .base import ModelRunner, Sampled
 from .worker import Worker
 
@@ -75,8 +87,8 @@ class TokenSink(Protocol):
 
     def on_finish(
         self, reason: FinishReason, stop_token: int | None, stats: SequenceStats, error: Exception | None
-    ) -> None:
-        """Called exactly once, last."""
+    ) -> FinishReason:
+        """Called exactly once, last; returns the reason as whoever asked is told it."""
 
 
 class Sequence:
@@ -84,8 +96,8 @@ class Sequence:
 
     __slots__ = (
         "_tokens", "arrived_s", "cached_tokens", "cancelled", "chain", "copies", "first_token_s", "id",
-        "lease", "load", "max_new", "namespace", "num_computed", "num_prompt", "num_tokens", "params", "sink",
-        "started_s", "stop_token_ids", "written_tokens",
+        "lease", "load", "max_new", "namespace", "num_choices", "num_computed", "num_prompt", "num_tokens",
+        "offers_tools", "params", "session", "sink", "started_s", "stop_token_ids", "written_tokens",
     )  # fmt: skip
 
     def __init__(
@@ -97,6 +109,9 @@ class Sequence:
         *,
         max_new_tokens: int,
         stop_token_ids: frozenset[int],
+        num_choices: int = 1,
+        offers_tools: bool = False,
+        session: Session | None = None,
     ) -> None:
         assert len(prompt) > 0, "a sequence has at least one token"
         assert max_new_tokens > 0, "a sequence asks for at least one token"
@@ -106,6 +121,9 @@ class Sequence:
         self.sink = sink
         self.max_new = max_new_tokens
         self.stop_token_ids = stop_token_ids
+        self.num_choices = num_choices
+        self.offers_tools = offers_tools
+        self.session = session
         self.num_prompt = len(prompt)
         self.num_tokens = len(prompt)
         self._tokens = np.empty(len(prompt) + min(max_new_tokens, 256), dtype=np.int32)
@@ -168,10 +186,13 @@ class Batcher:
         observer: Observer | None = None,
         worker: Worker | None = None,
         tier_link: TierLink | None = None,
+        sessions: Sessions | None = None,
+        tender: Tender | None = None,
     ) -> None:
         """``worker``: the thread to run in, best the one that loaded the model; closed with the batcher.
 
         ``tier_link``: where committed blocks go, and blocks come from that are not in the arena; likewise.
+        ``sessions`` hears how sequences end, ``tender`` (closed likewise) works while steps are computed.
         """
         self._runner = runner
         self._info = runner.info
@@ -183,6 +204,8 @@ class Batcher:
         self._waiting: deque[Sequence] = deque()
         self._running: list[Sequence] = []
         self._tier_link = tier_link
+        self._sessions = sessions
+        self._tender = tender
         self._copies: list[SlotCopy] = []
         self._refused: tuple[int, int, int] | None = None  # who found no room, blocks and leases then
         self._next_id = 0
@@ -261,6 +284,8 @@ class Batcher:
                 self._finish(sequence, "abort")
             if self._tier_link is not None:
                 self._tier_link.close()
+            if self._tender is not None:
+                self._tender.close()
 
     def _step(self) -> None:
         self._end_cancelled()
@@ -272,6 +297,8 @@ class Batcher:
                 if self._waiting and not has_news and not self._stopping:
                     self._wake.wait(_ROOM_POLL_S)
             return
+        if self._tender is not None:
+            self._tender.wake()
         started_s = self._clock.monotonic()
         sampled = self._runner.execute(plan)
         if self._tier_link is not None:
@@ -386,7 +413,8 @@ class Batcher:
                 return None  # nothing has changed since: a look-up now would only count as a use
             del self._waiting[place]
             self._running.append(sequence)  # so that whatever fails from here on ends it
-            lease = sequence.lease = self._manager.acquire(sequence.namespace, sequence.tokens)
+            hints = RequestHints(input_tokens=sequence.num_prompt)
+            lease = sequence.lease = self._manager.acquire(sequence.namespace, sequence.tokens, hints=hints)
             if not lease.reserve(sequence.num_tokens, spare_tokens=self._settings.growth_tokens):
                 self._running.pop()
                 self._release(sequence)
@@ -418,6 +446,8 @@ class Batcher:
         if sequence.started_s is None:
             sequence.started_s = self._clock.monotonic()
             sequence.cached_tokens = num_computed
+            if self._sessions is not None:
+                self._sessions.began(sequence.namespace, sequence.tokens)
             self._runner.open(sequence.id, sequence.tokens[: sequence.num_prompt], sequence.params)
 
     @property
@@ -543,7 +573,10 @@ class Batcher:
         error: Exception | None = None,
     ) -> None:
         if error is None:
+            if sequence.lease is not None:
+                sequence.lease.note_output(sequence.num_output)
             self._commit(sequence)
+        was_kept = sequence.lease is not None and error is None and self._info.reuse
         self._release(sequence)
         self._runner.close(sequence.id)
         stats = SequenceStats(
@@ -556,7 +589,16 @@ class Batcher:
             first_token_s=sequence.first_token_s,
             finished_s=self._clock.monotonic(),
         )
-        sequence.sink.on_finish(reason, stop_token, stats, error)
+        told = sequence.sink.on_finish(reason, stop_token, stats, error)
+        if was_kept and self._sessions is not None:
+            self._sessions.ended(
+                sequence.namespace,
+                sequence.tokens[: sequence.num_computed],
+                outlook_of(told, offers_tools=sequence.offers_tools),
+                session=sequence.session,
+                num_prompt=sequence.num_prompt,
+                num_choices=sequence.num_choices,
+            )
 
     def _step_event(self, plan: Plan, duration_s: float) -> StepFinished:
         lengths = [len(sequence.tokens) for sequence in plan.sequences]

@@ -216,10 +216,10 @@ class PrefixIndex:
         what is abandoned or over; to rules with a history it is something to judge by. A use makes it void.
         """
         tree = self._trees.get(namespace)
-        path = [] if tree is None else self._walk(tree.root, tokens)[0]
+        path, found = ([], 0) if tree is None else self._walk(tree.root, tokens)
         num_tokens = 0
-        if not path or path[-1].children:
-            return 0
+        if not path or path[-1].children or found < path[-1].end_tokens:
+            return 0  # something went on from there
         goes_first = outlook >= Outlook.ABANDONED
         for node in reversed(path):
             if len(node.children) > 1:

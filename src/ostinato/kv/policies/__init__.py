@@ -7,23 +7,12 @@ from collections.abc import Callable
 from ostinato.ports import Clock
 
 from ..policy import LRU, EvictionPolicy, HistoryPolicy
+from ..policy_names import POLICY_NAMES
 from .remember import ARC, LRU2, S3FIFO, LIRSLike
 from .rules import FIFO, LFU, TTL, CostAware, SizeTTL
 from .workload import Workload
 
-POLICY_NAMES = (
-    "lru",
-    "fifo",
-    "lfu",
-    "lru-2",
-    "ttl",
-    "size-ttl",
-    "s3-fifo",
-    "arc",
-    "lirs",
-    "cost",
-    "workload",
-)
+__all__ = ["POLICY_NAMES", "make_policy"]
 
 
 def make_policy(
