@@ -337,7 +337,7 @@ def _tier_link(settings: Settings, runner: PagedRunner, clock: Clock, observer: 
         return None
     import psutil
 
-    from .kv.codec import RawCodec
+    from .kv.codecs.exact import RawCodec
     from .kv.tiers.shared import SharedTier
     from .kv.transfer import TierLink
 

@@ -15,7 +15,7 @@ import torch
 from ostinato.engines.batching import Batcher, BatchingSettings, Sequence, SequenceStats
 from ostinato.engines.runners import LoadedModel, PagedRunner, StatefulRunner
 from ostinato.events import Observer
-from ostinato.kv.codec import RawCodec
+from ostinato.kv.codecs.exact import RawCodec
 from ostinato.kv.hashing import Namespace
 from ostinato.kv.manager import KVManager
 from ostinato.kv.tiers.shared import SharedTier

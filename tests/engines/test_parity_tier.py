@@ -12,7 +12,7 @@ import pytest
 
 from engines.driver import NAMESPACE, Flips, Harness, reference
 from engines.models import PAGED, VOCAB, build, loaded
-from ostinato.kv.codec import RawCodec
+from ostinato.kv.codecs.exact import RawCodec
 from ostinato.kv.tiers.base import Miss
 from ostinato.kv.tiers.shared import SharedTier
 

@@ -45,6 +45,7 @@ class Arena:
         keys, values: one tensor per layer, in the order of ``layers``.
         groups: the tensors they are views of, ``[layers of one shape, kv_heads, num_slots, dim]``: for what
             is done to some slots in all layers.
+        members: for each pair of groups (keys, values), which layers they hold, in order.
     """
 
     def __init__(
@@ -58,8 +59,9 @@ class Arena:
         self.keys: list[torch.Tensor] = [torch.empty(0)] * len(self.layers)
         self.values: list[torch.Tensor] = [torch.empty(0)] * len(self.layers)
         self.groups: list[torch.Tensor] = []
+        self.members: list[tuple[int, ...]] = []
         for shape in dict.fromkeys(self.layers):
-            members = [i for i, layer in enumerate(self.layers) if layer == shape]
+            members = tuple(i for i, layer in enumerate(self.layers) if layer == shape)
             keys = torch.empty(
                 len(members), shape.kv_heads, num_slots, shape.key_dim, dtype=dtype, device=device
             )
@@ -67,6 +69,7 @@ class Arena:
                 len(members), shape.kv_heads, num_slots, shape.value_dim, dtype=dtype, device=device
             )
             self.groups += [keys, values]
+            self.members.append(members)
             for place, layer in enumerate(members):
                 self.keys[layer] = keys[place]
                 self.values[layer] = values[place]
