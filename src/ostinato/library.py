@@ -338,6 +338,7 @@ def _tier_link(settings: Settings, runner: PagedRunner, clock: Clock, observer: 
     import psutil
 
     from .kv.codecs.exact import RawCodec
+    from .kv.hashing import KEY_VERSION
     from .kv.tiers.shared import SharedTier
     from .kv.transfer import TierLink
 
@@ -350,7 +351,9 @@ def _tier_link(settings: Settings, runner: PagedRunner, clock: Clock, observer: 
             param="shared_tier_bytes",
         )
     folder = settings.shared_tier / f"blocks-of-{size}-bytes"
-    tier = SharedTier.open(folder, slot_bytes=size, capacity_bytes=settings.shared_tier_bytes)
+    tier = SharedTier.open(
+        folder, slot_bytes=size, capacity_bytes=settings.shared_tier_bytes, version=KEY_VERSION
+    )
     buffered_bytes = max(_WRITE_BACK_BYTES, 2 * size)
     ahead = runner.arena.populate(psutil.virtual_memory().available // 4)
     return TierLink(

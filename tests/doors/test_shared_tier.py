@@ -12,6 +12,7 @@ import ostinato
 from doors.tiny import save_tiny_chat_model
 from ostinato.errors import ParameterError, TierError
 from ostinato.events import TierLoaded
+from ostinato.kv import hashing
 from ostinato.observe import LoadGauges, exposition, new_registry
 
 TALK = [{"role": "user", "content": "Tell me, at some length, what an ostinato is and where it comes from."}]
@@ -78,6 +79,27 @@ def test_what_the_tier_does_can_be_watched(folder: Path, tmp_path: Path) -> None
     assert found["kv_tier_read_bytes_total"] == loads[0].num_bytes == len_read(warm) * bytes_of_block
     assert found["kv_tier_failed_blocks_total"] == found["kv_tier_misses_totalcorrupt"] == 0
     assert len(loads) == 1
+
+
+def test_what_an_older_version_stored_is_not_found_and_goes_in_the_background(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = {"kv_cache": 1 << 20, "block_size": 4, "shared_tier": tmp_path, "shared_tier_bytes": "4MiB"}
+    with ostinato.load(folder, **settings) as engine:
+        cold = engine.chat(TALK, **OPTIONS)
+    monkeypatch.setattr(hashing, "KEY_VERSION", hashing.KEY_VERSION + 1)
+    with ostinato.load(folder, **settings) as engine:
+        for _ in range(1000):
+            tier = engine.runtime.health().tier
+            assert tier is not None
+            if tier.used_bytes == 0:
+                break
+            threading.Event().wait(0.01)
+        assert tier.used_bytes == 0
+        assert tier.evictions["stale"] == cold.usage.written_tokens // 4
+        again = engine.chat(TALK, **OPTIONS)
+        assert again.choices == cold.choices
+        assert again.usage.cached_tokens == 0
 
 
 def len_read(reply: ostinato.Reply) -> int:

@@ -5,6 +5,8 @@ The tier here is the real one behind a gate: a load that waits at it lasts as lo
 
 from __future__ import annotations
 
+import errno
+import os
 import random
 import threading
 from collections.abc import Callable, Iterator
@@ -18,6 +20,7 @@ from engines.driver import Flips, Harness, reference
 from engines.models import VOCAB, build, loaded
 from ostinato.events import Event, Preempted
 from ostinato.kv.hashing import BlockKey
+from ostinato.kv.tiers.base import Miss
 from ostinato.kv.tiers.shared import SharedTier
 
 
@@ -163,6 +166,31 @@ def test_what_cannot_be_read_is_computed_and_counted(filled: Path, fails_from: i
         first = sink.stats.cached_tokens // 4 if fails_from == 0 else 2
         assert sink.stats.cached_tokens == (10 if fails_from == 0 else 4 * (first + min(fails_from, 9)))
         assert engine.link.counters.failed_blocks == max(0, 9 - fails_from)
+
+
+def test_a_disk_that_fails_costs_no_answer(
+    filled: Path, flips: Flips, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = build("llama", own=True)
+    other = tokens(9, 30)
+
+    def fails(*_: object) -> int:
+        raise OSError(errno.EIO, "the disk is gone")
+
+    with engine_over(filled) as (engine, tier):
+        with monkeypatch.context() as disk:
+            disk.setattr(os, "preadv", fails)
+            disk.setattr(os, "pwrite", fails)
+            for prompt in (PROMPT, other):
+                sink = engine.generate(prompt, 8)
+                flips.check(own, prompt, reference(own, prompt, 8), sink.tokens)
+                assert sink.stats is not None
+                assert sink.stats.cached_tokens == 0
+            assert engine.link is not None
+            assert engine.link.write_back.flush(60)
+        assert tier.counters.misses[Miss.IO_ERROR] == 1, "the first block that fails ends a load"
+        assert engine.link.counters.failed_blocks == NUM_BLOCKS
+        assert engine.link.write_back.counters.not_stored >= 7
 
 
 def test_a_load_gives_way_to_a_running_sequence(filled: Path, flips: Flips) -> None:

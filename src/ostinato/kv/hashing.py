@@ -76,6 +76,8 @@ class Namespace:
 # ---------------------------------------------------------------- blocks
 
 _BLOCK_CONTEXT = "ostinato kv block v1"
+KEY_VERSION = 2
+"""Goes up whenever keys, or what they name, come to mean something else; a tier lets go of lower ones."""
 NO_PARENT = bytes(32)
 """The parent of a sequence's first block."""
 

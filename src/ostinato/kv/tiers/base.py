@@ -65,7 +65,10 @@ class TierCounters:
     def evictions(self) -> dict[str, int]:
         """Blocks that went, by reason."""
         return {
-            "capacity": self.evicted,
+            "capacity": self.evicted - self.given_up,
+            "quota": self.given_up,
+            "expired": self.expired,
+            "purged": self.purged,
             "abandoned": self.reclaimed,
             "stale": self.dropped_stale,
             "corrupt": self.misses[Miss.CORRUPT],

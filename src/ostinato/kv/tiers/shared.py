@@ -634,6 +634,7 @@ class SharedTier:
         for slot in islice(self._ledger.expired(txn, now_ms), _BATCH):
             if self._vacate(txn, slot):
                 self.counters.expired += 1
+                self.counters.evicted -= 1  # it would have gone without anybody's need
                 return slot
         slot = self._take_slot(txn)
         return Outcome.FULL if slot is None else slot
