@@ -22,8 +22,8 @@ from ostinato.kv.manager import KVManager
 from ostinato.ports import SystemClock
 from ostinato.prompt.template import named_template
 from ostinato.prompt.tokens import HFTokenizer
-from ostinato.prompt.trimming import Trimmer, TrimRules
-from ostinato.types import Conversation, Message, ToolCall
+from ostinato.prompt.trimming import Trimmer
+from ostinato.types import Conversation, Message, ToolCall, TrimRules
 
 BUDGET_TOKENS = 4_096
 NUM_TURNS = 60

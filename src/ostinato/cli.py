@@ -54,6 +54,18 @@ def engine_options(command: F) -> F:
             click.option("--dtype", type=click.Choice(["auto", "float32", "bfloat16", "float16"])),
             click.option("--device", help="Where torch computes: cpu, cuda, …"),
             click.option("--template", help="auto, chatml, …, or a file with a Jinja template."),
+            click.option(
+                "--message-rules",
+                type=click.Path(path_type=Path, dir_okay=False),
+                help="TOML file with roles of your own and rules for what the template has no place for.",
+            ),
+            click.option(
+                "--trim",
+                type=click.Choice(["off", "drop", "shorten", "sticky"]),
+                help="What to do with conversations that are too long, where a request does not say.",
+            ),
+            click.option("--trim-budget", type=int, help="Most tokens of a prompt; more are trimmed."),
+            click.option("--trim-low-water", type=float, help="Part of the budget to trim down to."),
             click.option("--offline", is_flag=True, default=None, help="Never ask the network for a model."),
             click.option(
                 "--trace",
@@ -104,6 +116,11 @@ def _settings(model: str | None, **options: Any) -> Settings:
 @click.option("--host", help="Address to listen on.")
 @click.option("--port", type=int, help="Port to listen on; 0 takes a free one.")
 @click.option("--api-keys", help="Comma-separated keys; each keeps its KV apart. Better: OSTINATO_API_KEYS.")
+@click.option(
+    "--prompts",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="TOML file with named prompts for requests to use.",
+)
 @click.option("--drain-timeout", type=float, help="Seconds for running requests at shutdown.")
 def serve(model: str | None, **options: Any) -> None:
     """Serve MODEL with the OpenAI API (alias, Hugging Face id, folder or .gguf)."""

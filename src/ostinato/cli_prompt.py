@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import secrets
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -85,7 +85,8 @@ def template_list(as_json: bool) -> None:
 @_STORE
 @_OFFLINE
 def template_show(name: str, model: str | None, store: Path | None, offline: bool | None) -> None:
-    """Show what template NAME (auto, a format, or a file) makes of a small conversation.
+    """Show what template NAME (auto, a format, or a file) makes of a small conversation, and what it leaves
+    out of others.
 
     Markers stand between ⟦ and ⟧. A model is only needed for auto and for files.
     """
@@ -103,7 +104,8 @@ def template_show(name: str, model: str | None, store: Path | None, offline: boo
     else:
         chosen = _template(*_tokenizer(model, store, offline), name)
         click.echo(chosen.name)
-    click.echo(f"identity {chosen.identity}\n")
+    click.echo(f"identity {chosen.identity}")
+    click.echo(_what_it_knows(chosen) + "\n")
     for messages in SAMPLES[1:]:
         try:
             rendered = chosen.render(Conversation(messages))
@@ -138,22 +140,49 @@ def template_check(
     """
     from .prompt.check import check_template
     from .prompt.formats import FORMATS
+    from .prompt.unrendered import knowledge
 
     tokenizer, nonce = _tokenizer(model, store, offline)
     own = ["auto"] if tokenizer.chat_template is not None else []
     choices = [*own, *FORMATS] if check_all else [name or "auto"]
     reports = [(choice, check_template(_template(tokenizer, nonce, choice), tokenizer)) for choice in choices]
     if as_json:
-        records = [{"choice": choice, "fits": report.is_good, **asdict(report)} for choice, report in reports]
+        records = [
+            {
+                "choice": choice,
+                "fits": report.is_good,
+                **asdict(report),
+                "knows": {**asdict(knowledge(made)), "calls_in_answers": _calls_of(made)},
+            }
+            for choice, report in reports
+            for made in [_template(tokenizer, nonce, choice)]
+        ]
         click.echo(json.dumps(records, ensure_ascii=False))
     else:
         for choice, report in reports:
             found = report.problems[0] if report.problems else " ".join(report.markers) or "no markers"
             click.echo(f"{'fits    ' if report.is_good else 'does not'}  {choice:18} {found}")
+            if not check_all:
+                click.echo(_what_it_knows(_template(tokenizer, nonce, choice)))
             for note in report.notes if not check_all or choice == "auto" else ():
                 click.echo(f"          note: {note}")
     deciding = [report for choice, report in reports if not check_all or choice == "auto"]
     ctx.exit(0 if all(report.is_good for report in deciding) else 1)
+
+
+def _what_it_knows(chosen: Template) -> str:
+    """What a template does with the parts of conversations that not every format has a place for."""
+    from .prompt.unrendered import knowledge
+
+    known = {**asdict(knowledge(chosen)), "calls_in_answers": _calls_of(chosen)}
+    return "\n".join(f"{part.replace('_', ' '):18} {what}" for part, what in known.items())
+
+
+def _calls_of(chosen: Template) -> str:
+    from .prompt.calls import call_syntax
+
+    syntax = call_syntax(chosen)
+    return "not read" if syntax is None else f"read ({syntax.name})"
 
 
 @click.group()
@@ -172,12 +201,12 @@ def prompt_lint(
 ) -> None:
     """Find what makes prompts differ that need not.
 
-    FILE is a prompt with {{variables}}: says what their places cost per call, and proposes an order. Or it is
-    a log of requests (.jsonl with "messages", "prompt" or "input" in every line, or a folder of such files):
-    finds what changes in text that stays: times, ids, numbers, lists, content.
+    FILE is a prompt with {{variables}}, or a .toml file of named prompts: says what the places of the
+    variables cost per call, and proposes an order. Or it is a log of requests (.jsonl with "messages",
+    "prompt" or "input" in every line, or a folder of such files): finds what changes in text that stays:
+    times, ids, numbers, lists, content.
     """
-    from .prompt.lint import lint_prompt, lint_requests
-    from .prompt.registry import NamedPrompt
+    from .prompt.lint import lint_requests
 
     tokenizer, _ = _tokenizer(model, store, offline)
 
@@ -185,19 +214,7 @@ def prompt_lint(
         return len(tokenizer.encode(text))
 
     if file.is_file() and file.suffix != ".jsonl":
-        try:
-            text = file.read_text(encoding="utf-8")
-        except UnicodeDecodeError as error:
-            raise ParameterError(f"{file} is not UTF-8 text", param="file") from error
-        advice = lint_prompt(NamedPrompt(file.stem, text), count)
-        if as_json:
-            click.echo(json.dumps(asdict(advice), ensure_ascii=False))
-            return
-        click.echo(f"{advice.shared_tokens} of {advice.stable_tokens} stable tokens are shared by all calls.")
-        if advice.lost_tokens:
-            names = ", ".join(advice.variables)
-            click.echo(f"Before stable text: {names}. This costs {advice.lost_tokens} tokens per call.")
-            click.echo(f"Proposed order:\n\n{advice.proposal}")
+        _lint_prompts(file, count, as_json=as_json)
         return
     files = sorted(file.rglob("*.jsonl")) if file.is_dir() else [file]
     findings = lint_requests((text for one in files for text in _requests(one)), count)
@@ -211,6 +228,43 @@ def prompt_lint(
         )
     if not findings:
         click.echo("Nothing changes in what stays.")
+
+
+def _lint_prompts(file: Path, count: Callable[[str], int], *, as_json: bool) -> None:
+    from .prompt.lint import lint_prompt
+    from .prompt.registry import NamedPrompt, read_prompts
+    from .types import Message
+
+    if file.suffix == ".toml":
+        prompts = read_prompts(file)
+    else:
+        try:
+            text = file.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise ParameterError(f"{file} is not UTF-8 text", param="file") from error
+        prompts = (NamedPrompt(file.stem, (Message("user", text),)),)
+    all_advice = [lint_prompt(prompt, count) for prompt in prompts]
+    if as_json:
+        records = [
+            {
+                **asdict(advice),
+                "proposal": [{"role": item.role, "content": item.content} for item in advice.proposal],
+            }
+            for advice in all_advice
+        ]
+        click.echo(json.dumps(records, ensure_ascii=False))
+        return
+    for advice in all_advice:
+        click.echo(
+            f"{advice.prompt}: {advice.shared_tokens} of {advice.stable_tokens} stable tokens are shared by "
+            "all calls."
+        )
+        if advice.lost_tokens:
+            names = ", ".join(advice.variables)
+            click.echo(f"Before stable text: {names}. This costs {advice.lost_tokens} tokens per call.")
+            click.echo("Proposed order:\n")
+            for item in advice.proposal:
+                click.echo(item.content if len(advice.proposal) == 1 else f"[{item.role}]\n{item.content}\n")
 
 
 def _requests(file: Path) -> Iterator[str]:

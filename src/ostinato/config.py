@@ -9,15 +9,16 @@ from __future__ import annotations
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, cast
 
 from .errors import ParameterError
 from .kv.policy_names import POLICY_NAMES
+from .types import TrimRules, TrimStrategy
 
 DEFAULT_MODEL = "smollm2-135m"
 PREFIX = "OSTINATO_"
 _SIZES = ("kv_cache", "shared_tier_bytes", "trace_bytes")
-_PATHS = ("store", "shared_tier", "trace")
+_PATHS = ("store", "shared_tier", "trace", "prompts", "message_rules")
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 
@@ -41,6 +42,14 @@ class Settings:
         dtype: ``auto`` (float32 on CPU, the model's own elsewhere), ``float32``, ``bfloat16``, ``float16``.
         device: where torch computes.
         template: ``auto`` (the model's own), a named template, or a file with a Jinja template.
+        message_rules: TOML file with roles of your own, and with rules for repeated roles and late system
+            messages.
+        prompts: TOML file with named prompts.
+        trim: what to do with conversations that are too long, where a request does not say: ``off`` (refuse
+            them), ``drop``, ``shorten`` or ``sticky``.
+        trim_budget: the most tokens a prompt may then have; ``None``: what the model's length leaves beside
+            the answer.
+        trim_low_water: the part of the budget that trimming makes room down to.
         offline: never ask the network for a model.
         hf_token: token for gated models on the hub.
         host, port: where the server listens.
@@ -67,6 +76,11 @@ class Settings:
     dtype: str = "auto"
     device: str = "cpu"
     template: str = "auto"
+    message_rules: Path | None = None
+    prompts: Path | None = None
+    trim: str = "off"
+    trim_budget: int | None = None
+    trim_low_water: float = 0.5
     offline: bool = False
     hf_token: str | None = None
     host: str = "127.0.0.1"
@@ -77,6 +91,15 @@ class Settings:
     trace_key: str | None = None
     trace_bytes: int = 256 << 20
     drain_timeout: float = 30.0
+
+    @property
+    def trim_rules(self) -> TrimRules:
+        """How requests that do not say otherwise are trimmed.
+
+        Raises:
+            ParameterError: a value is out of its range.
+        """
+        return TrimRules(self.trim_budget, cast(TrimStrategy, self.trim), self.trim_low_water)
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str], **overrides: Any) -> Self:
@@ -126,6 +149,13 @@ class Settings:
             )
         if not 0 <= self.port <= 65535:
             raise ParameterError("port must be between 0 and 65535", param="port")
+        try:
+            assert self.trim_rules is not None
+        except ParameterError as error:
+            name = {"budget_tokens": "trim_budget", "low_water": "trim_low_water"}.get(
+                error.param or "", "trim"
+            )
+            raise ParameterError(str(error).replace(error.param or "", name, 1), param=name) from None
         if not 0 <= self.drain_timeout < float("inf"):
             raise ParameterError("drain_timeout must be 0 seconds or more", param="drain_timeout")
 

@@ -6,17 +6,21 @@ import asyncio
 import operator
 import os
 import secrets
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
 from contextlib import aclosing
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeAlias
 
+from .assembly import Assembler
 from .config import Settings
 from .errors import ParameterError
+from .kv.hashing import Namespace
 from .ports import Clock, SystemClock
-from .prompt.conversation import conversation_from_dicts, message_as_dict
+from .prompt.conversation import ROLES, conversation_from_dicts
+from .prompt.registry import PromptRegistry, read_prompts
+from .prompt.rules import CustomRole, MessageRules, read_rules
 from .runtime import Prepared, Runtime
 from .types import (
     Chunk,
@@ -24,9 +28,12 @@ from .types import (
     FinishReason,
     GenerationRequest,
     Message,
+    PromptUse,
     SamplingParams,
     Session,
     SessionState,
+    ToolCall,
+    TrimRules,
     Usage,
 )
 
@@ -37,7 +44,6 @@ if TYPE_CHECKING:
     from .events import Observer
     from .kv.transfer import TierLink
     from .models.store import LocalModel
-    from .prompt.template import Template
     from .prompt.tokens import HFTokenizer
     from .request_log import RequestLog
 
@@ -55,11 +61,13 @@ class Choice:
     token_ids: tuple[int, ...]
     finish_reason: FinishReason
     stop_reason: str | int | None
+    tool_calls: tuple[ToolCall, ...] = ()
+    reasoning: str = ""
 
     @property
     def message(self) -> Message:
         """The answer as a message, to go on with."""
-        return Message("assistant", self.text)
+        return Message("assistant", self.text, tool_calls=self.tool_calls, reasoning=self.reasoning)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,47 +89,76 @@ class Reply:
     def finish_reason(self) -> FinishReason:
         return self.choices[0].finish_reason
 
+    @property
+    def tool_calls(self) -> tuple[ToolCall, ...]:
+        return self.choices[0].tool_calls
+
 
 class Engine:
     """A loaded model with its cache. Thread-safe; close it, or use it as a context manager.
 
-    Keyword arguments of the methods are the fields of :class:`~ostinato.types.SamplingParams`, and
-    ``n`` (choices), ``salt`` (keeps this caller's KV apart) and ``session`` (an id, or a
-    :class:`~ostinato.types.Session`: a hint of what is worth keeping).
+    Keyword arguments of the methods are the fields of :class:`~ostinato.types.SamplingParams`, ``n``
+    (choices), ``salt`` (keeps this caller's KV apart) and ``session`` (an id, or a
+    :class:`~ostinato.types.Session`: a hint of what is worth keeping), and for conversations:
+
+    - ``tools``: what the model may call, in OpenAI's form. Calls come back as ``tool_calls``.
+    - ``trim``: ``"off"``, ``"drop"``, ``"shorten"``, ``"sticky"``, or :class:`~ostinato.types.TrimRules` (or
+      their fields, as a dict), and ``pinned``, the indices of messages that must stay. What was left out
+      stands in ``usage.trimmed``.
+    - ``prompt`` and ``variables``: a prompt of :attr:`prompts` by name, whose messages come before the
+      conversation's; then there need be none.
+    - ``continue_final_message=True``: go on with the assistant's last message.
     """
 
     def __init__(self, runtime: Runtime) -> None:
         self.runtime = runtime
 
-    def chat(self, conversation: ConversationLike, **options: Any) -> Reply:
+    @property
+    def prompts(self) -> PromptRegistry:
+        """The named prompts, and how much of each was found in the cache."""
+        return self.runtime.prompts
+
+    def register_role(self, name: str, *, as_role: str, pattern: str = "{content}") -> None:
+        """Know a role of your own, written as ``as_role`` (system, user or assistant) by ``pattern``.
+
+        Prompts from now on belong to another namespace, with or without that role in them: nothing that was
+        cached under other renderings can be found for them. Registering a name again replaces its rendering.
+
+        Raises:
+            ParameterError: the name is taken by a role of every template, or the pattern has no {content}.
+            TemplateError: the model has no template.
+        """
+        self.runtime.register_role(CustomRole(name, as_role, pattern))
+
+    def chat(self, conversation: ConversationLike = (), **options: Any) -> Reply:
         """Answer a conversation: messages (dicts or :class:`Message`), or one user message as text.
 
         Raises:
             ClientError: the conversation or a parameter is wrong.
             EngineError: the engine failed.
         """
-        return _collect(self.runtime.iterate(self._prepare(_conversation(conversation), options)))
+        return _collect(self.stream(conversation, **options))
 
-    def stream(self, conversation: ConversationLike, **options: Any) -> Iterator[Chunk]:
+    def stream(self, conversation: ConversationLike = (), **options: Any) -> Iterator[Chunk]:
         """The same, piece by piece; the last chunk has ``usage``. Closing the iterator cancels."""
-        return self.runtime.iterate(self._prepare(_conversation(conversation), options))
+        return self.runtime.iterate(self._prepare_chat(conversation, options))
 
-    async def achat(self, conversation: ConversationLike, **options: Any) -> Reply:
+    async def achat(self, conversation: ConversationLike = (), **options: Any) -> Reply:
         """:meth:`chat` for asyncio."""
         chunks = [chunk async for chunk in self.astream(conversation, **options)]
         return _collect(iter(chunks))
 
-    async def astream(self, conversation: ConversationLike, **options: Any) -> AsyncIterator[Chunk]:
+    async def astream(self, conversation: ConversationLike = (), **options: Any) -> AsyncIterator[Chunk]:
         """:meth:`stream` for asyncio; what is wrong with the request is raised by the first step."""
         # Off the loop: a long prompt takes seconds to tokenise.
-        prepared = await asyncio.to_thread(lambda: self._prepare(_conversation(conversation), options))
+        prepared = await asyncio.to_thread(self._prepare_chat, conversation, options)
         async with aclosing(self.runtime.stream(prepared)) as chunks:
             async for chunk in chunks:
                 yield chunk
 
     def complete(self, prompt: str | SequenceOf[int], **options: Any) -> Reply:
         """Continue a raw prompt, given as text or as token ids."""
-        return _collect(self.runtime.iterate(self._prepare(_raw_prompt(prompt), options)))
+        return _collect(self.runtime.iterate(self._prepare(GenerationRequest(_raw_prompt(prompt)), options)))
 
     def session(
         self, id: str, state: SessionState, *, expires_in_s: float | None = None, salt: str = ""
@@ -143,7 +180,23 @@ class Engine:
     def __exit__(self, *exc_info: object) -> None:
         self.close()
 
-    def _prepare(self, prompt: Conversation | str | tuple[int, ...], options: dict[str, Any]) -> Prepared:
+    def _prepare_chat(self, given: ConversationLike, options: dict[str, Any]) -> Prepared:
+        name, variables = options.pop("prompt", None), options.pop("variables", None)
+        if name is None and variables is not None:
+            raise ParameterError("variables are for a named prompt: give prompt", param="variables")
+        conversation = _conversation(
+            given, options.pop("tools", None), roles=self.runtime.roles, may_be_empty=name is not None
+        )
+        request = GenerationRequest(
+            conversation,
+            trim=_trim_rules(options.pop("trim", None)),
+            pinned=tuple(options.pop("pinned", ())),
+            named_prompt=None if name is None else PromptUse(name, variables or {}),
+            continue_final_message=bool(options.pop("continue_final_message", False)),
+        )
+        return self._prepare(request, options)
+
+    def _prepare(self, request: GenerationRequest, options: dict[str, Any]) -> Prepared:
         num_choices = options.pop("n", 1)
         session = options.pop("session", None)
         if isinstance(session, str):
@@ -159,15 +212,25 @@ class Engine:
             if isinstance(options.get(name), list | set | frozenset):
                 options[name] = tuple(options[name])
         params = replace(SamplingParams(), **options)
-        return self.runtime.prepare(GenerationRequest(prompt, params, num_choices, salt, session=session))
+        return self.runtime.prepare(
+            replace(request, params=params, num_choices=num_choices, salt=salt, session=session)
+        )
 
 
-def load(model: str | Path | None = None, *, clock: Clock | None = None, **settings: Any) -> Engine:
+def load(
+    model: str | Path | None = None,
+    *,
+    clock: Clock | None = None,
+    rules: MessageRules | None = None,
+    **settings: Any,
+) -> Engine:
     """Load a model, fetching it first if need be, and start the engine.
 
     Args:
         model: alias (``smollm2-135m``), Hugging Face id, folder, or ``.gguf`` file.
         clock: where the time comes from; fix it to fix what a template says of today.
+        rules: what to do with roles, repeated roles and late system messages that the template has no place
+            for; instead of the setting ``message_rules``, which reads them from a file.
         settings: fields of :class:`ostinato.config.Settings`.
 
     Raises:
@@ -180,10 +243,13 @@ def load(model: str | Path | None = None, *, clock: Clock | None = None, **setti
             raise ParameterError(f"there is no setting {name!r}", param=name)
     if model is not None:
         settings["model"] = str(model)
-    return Engine(build_runtime(Settings.from_environment(os.environ, **settings), clock or SystemClock()))
+    chosen = Settings.from_environment(os.environ, **settings)
+    return Engine(build_runtime(chosen, clock or SystemClock(), rules=rules))
 
 
-def build_runtime(settings: Settings, clock: Clock, progress: Any = None) -> Runtime:
+def build_runtime(
+    settings: Settings, clock: Clock, progress: Any = None, *, rules: MessageRules | None = None
+) -> Runtime:
     """Put the parts together: model, tokenizer, template, books, arena, engine."""
     from .engines.worker import Worker
     from .models.fetch import fetch
@@ -192,6 +258,10 @@ def build_runtime(settings: Settings, clock: Clock, progress: Any = None) -> Run
     from .prompt.tokens import HFTokenizer
 
     assert settings.store is not None, "Settings.from_environment sets the store"
+    # What can be wrong in the operator's files is told before a model is fetched.
+    if rules is None and settings.message_rules is not None:
+        rules = read_rules(settings.message_rules)
+    prompts = PromptRegistry(() if settings.prompts is None else read_prompts(settings.prompts))
     local = fetch(
         settings.model,
         ModelStore(settings.store),
@@ -204,8 +274,14 @@ def build_runtime(settings: Settings, clock: Clock, progress: Any = None) -> Run
     template = template_for(tokenizer, settings.template, clock=clock, nonce=nonce)
     log = _request_log(settings, clock)
     worker = Worker("ostinato-engine")
+
+    def assembler(namespace: Namespace) -> Assembler:
+        return Assembler(
+            tokenizer, template, namespace, rules=rules, trim=settings.trim_rules, prompts=prompts
+        )
+
     try:
-        runtime = worker.submit(lambda: _start(settings, local, tokenizer, template, clock, worker)).result()
+        runtime = worker.submit(lambda: _start(settings, local, tokenizer, assembler, clock, worker)).result()
     except BaseException:
         worker.close()
         if log is not None:
@@ -237,7 +313,7 @@ def _start(
     settings: Settings,
     local: LocalModel,
     tokenizer: HFTokenizer,
-    template: Template | None,
+    assembler: Callable[[Namespace], Assembler],
     clock: Clock,
     worker: Worker,
 ) -> Runtime:
@@ -247,7 +323,6 @@ def _start(
     from .engines.batching import Batcher, BatchingSettings
     from .engines.hf import load_model
     from .engines.runners import PagedRunner, StatefulRunner
-    from .kv.hashing import Namespace
     from .kv.manager import KVManager
     from .kv.policies import make_policy
     from .kv.sessions import Sessions
@@ -296,17 +371,18 @@ def _start(
     runtime = Runtime(
         model_name=local.name,
         tokenizer=tokenizer,
-        template=template,
+        assembler=assembler(
+            Namespace(
+                weights=local.weights_digest,
+                tokenizer=tokenizer.identity,
+                template="",  # the assembler's to say
+                kv_layout=info.kv_layout,
+                kv_dtype=info.kv_dtype,
+                rotary=info.rotary,
+            )
+        ),
         batcher=batcher,
         manager=manager,
-        namespace=Namespace(
-            weights=local.weights_digest,
-            tokenizer=tokenizer.identity,
-            template=template.identity if template is not None else "",
-            kv_layout=info.kv_layout,
-            kv_dtype=info.kv_dtype,
-            rotary=info.rotary,
-        ),
         info=info,
         eos_token_ids=loaded.eos_token_ids | tokenizer.eos_token_ids,
         clock=clock,
@@ -395,24 +471,48 @@ def _raw_prompt(given: str | SequenceOf[int]) -> str | tuple[int, ...]:
         ) from None
 
 
-def _conversation(given: ConversationLike) -> Conversation:
+def _conversation(
+    given: ConversationLike,
+    tools: Any = None,
+    *,
+    roles: Collection[str] = ROLES,
+    may_be_empty: bool = False,
+) -> Conversation:
     if isinstance(given, Conversation):
-        return given
+        return given if tools is None else replace(given, tools=tuple(tools))
     if isinstance(given, str):
-        return Conversation((Message("user", given),))
-    if isinstance(given, list | tuple):  # answers put back among what was asked
-        given = [message_as_dict(message) if isinstance(message, Message) else message for message in given]
-    return conversation_from_dicts(given)
+        given = [Message("user", given)]
+    if may_be_empty and isinstance(given, list | tuple) and not given:
+        return Conversation((), tuple(tools or ()))
+    return conversation_from_dicts(given, tools, roles=roles)
+
+
+def _trim_rules(given: Any) -> TrimRules | None:
+    """As it may be written: rules, the name of a strategy, or the fields of rules."""
+    if given is None or isinstance(given, TrimRules):
+        return given
+    named = {"strategy": given} if isinstance(given, str) else given
+    if not isinstance(named, Mapping):
+        raise ParameterError("trim must be a strategy or rules", param="trim", code="invalid_type")
+    known = {item.name for item in fields(TrimRules)}
+    for name in named:
+        if name not in known:
+            raise ParameterError(f"trim has no field {name!r}", param="trim")
+    return TrimRules(**named)
 
 
 def _collect(chunks: Iterator[Chunk]) -> Reply:
     """All pieces of a request as a reply; raises what ended it instead, where something did."""
     texts: dict[int, list[str]] = {}
+    thoughts: dict[int, list[str]] = {}
+    calls: dict[int, list[ToolCall]] = {}
     tokens: dict[int, list[int]] = {}
     ends: dict[int, Chunk] = {}
     usage = Usage()
     for chunk in chunks:
         texts.setdefault(chunk.choice_index, []).append(chunk.text)
+        thoughts.setdefault(chunk.choice_index, []).append(chunk.reasoning)
+        calls.setdefault(chunk.choice_index, []).extend(chunk.tool_calls)
         tokens.setdefault(chunk.choice_index, []).extend(chunk.token_ids)
         if chunk.finish_reason is not None:
             ends[chunk.choice_index] = chunk
@@ -425,6 +525,13 @@ def _collect(chunks: Iterator[Chunk]) -> Reply:
     for index, end in sorted(ends.items()):
         assert end.finish_reason is not None
         choices.append(
-            Choice("".join(texts[index]), tuple(tokens[index]), end.finish_reason, end.stop_reason)
+            Choice(
+                text="".join(texts[index]),
+                token_ids=tuple(tokens[index]),
+                finish_reason=end.finish_reason,
+                stop_reason=end.stop_reason,
+                tool_calls=tuple(calls[index]),
+                reasoning="".join(thoughts[index]),
+            )
         )
     return Reply(tuple(choices), usage)

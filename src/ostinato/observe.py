@@ -88,6 +88,18 @@ class PrometheusObserver:
         self._finished = counter(
             "requests_finished", "Requests that ended, in whatever way.", ("finish_reason",)
         )
+        self._trimmed = counter("trimmed_requests", "Requests whose conversation was trimmed.", ("strategy",))
+        self._trimmed_tokens = counter(
+            "trimmed_tokens", "Prompt tokens that trimming left out.", ("strategy",)
+        )
+        # The names are those of a registry, which takes a limited number of them.
+        self._named = counter("named_prompt_requests", "Requests by the named prompt they used.", ("prompt",))
+        self._named_queries = counter(
+            "named_prompt_tokens", "Prompt tokens of requests with a named prompt.", ("prompt",)
+        )
+        self._named_hits = counter(
+            "named_prompt_cached_tokens", "Those of them that were found in the cache.", ("prompt",)
+        )
         self._ttft = histogram(
             "time_to_first_token_seconds", "Arrival to first token, queueing included.", _TTFT_BUCKETS_S
         )
@@ -139,12 +151,19 @@ class PrometheusObserver:
         self._finished.labels(event.finish_reason).inc()
         self._prompt.inc(usage.prompt_tokens)
         self._generated.inc(usage.completion_tokens)
+        if (trim := usage.trimmed) is not None:
+            self._trimmed.labels(trim.strategy).inc()
+            self._trimmed_tokens.labels(trim.strategy).inc(trim.given_tokens - usage.prompt_tokens)
+        if usage.prompt_name:
+            self._named.labels(usage.prompt_name).inc()
+            self._named_queries.labels(usage.prompt_name).inc(usage.prompt_tokens)
+            self._named_hits.labels(usage.prompt_name).inc(usage.cached_tokens)
         if usage.completion_tokens == 0:
             return  # it never had a first token: its times would be of something else
         self._ttft.observe(usage.ttft_s)
         self._queue.observe(usage.queue_s)
         self._total.observe(usage.total_s)
-        if usage.completion_tokens > 1 and event.finish_reason in ("stop", "length"):
+        if usage.completion_tokens > 1 and event.finish_reason in ("stop", "length", "tool_calls"):
             self._tpot.observe((usage.total_s - usage.ttft_s) / (usage.completion_tokens - 1))
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import threading
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
@@ -18,25 +17,21 @@ from dataclasses import dataclass, replace
 from queue import SimpleQueue
 from typing import Any, Self
 
-import numpy as np
-
+from .answers import Answer, Calls, Choice
+from .assembly import Assembled, Assembler, tokenize_conversation
 from .engines.base import RunnerInfo
-from .engines.batching import Batcher, Sequence, SequenceStats
-from .errors import (
-    ParameterError,
-    PromptTooLongError,
-    QueueFullError,
-    ShuttingDownError,
-    TemplateError,
-)
+from .engines.batching import Batcher, Sequence
+from .errors import ParameterError, PromptTooLongError, QueueFullError, ShuttingDownError
 from .events import Event, Observer, RequestFinished
 from .kv.hashing import Namespace
 from .kv.manager import CacheView, KVManager, Lease
 from .kv.sessions import Sessions
 from .kv.transfer import TierLink, TierReport
 from .ports import Clock, Tokenizer
-from .prompt.conversation import validate
+from .prompt.conversation import ROLES
 from .prompt.detokenize import Detokenizer
+from .prompt.registry import PromptRegistry
+from .prompt.rules import CustomRole
 from .prompt.template import Template
 from .types import (
     Chunk,
@@ -46,7 +41,6 @@ from .types import (
     SamplingParams,
     Session,
     TokenArray,
-    TokenLogprob,
     Usage,
 )
 
@@ -88,17 +82,6 @@ class TokenizedPrompt:
         self.release()
 
 
-def tokenize_conversation(
-    conversation: Conversation, tokenizer: Tokenizer, template: Template, *, scope: str = ""
-) -> TokenArray:
-    """Check, render and tokenise; the tokens of a complete prompt, ready for the answer to follow.
-
-    ``scope`` keeps what the tokenizer remembers apart: a tenant's salt.
-    """
-    validate(conversation, roles=template.roles)
-    return tokenizer.encode_rendered(template.render(conversation, add_generation_prompt=True), scope=scope)
-
-
 def assemble_prompt(
     conversation: Conversation, tokenizer: Tokenizer, cache: CacheView, template: Template
 ) -> TokenizedPrompt:
@@ -121,12 +104,19 @@ def assemble_prompt(
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A request that passed every check, as tokens."""
+    """A request that passed every check, as tokens. Its prompt is what was rendered of it."""
 
     request: GenerationRequest
-    tokens: TokenArray
-    namespace: Namespace
+    assembled: Assembled
     max_new_tokens: int
+
+    @property
+    def tokens(self) -> TokenArray:
+        return self.assembled.tokens
+
+    @property
+    def namespace(self) -> Namespace:
+        return self.assembled.namespace
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,77 +148,6 @@ class RequestHandle:
         self._batcher.cancel(self._sequences)
 
 
-class _Answer:
-    """Collects the choices of one request; lives in the engine's thread."""
-
-    def __init__(
-        self, num_choices: int, deliver: Callable[[Chunk], None], done: Callable[[FinishReason, Usage], None]
-    ) -> None:
-        self._deliver = deliver
-        self._done = done
-        self._left = num_choices
-        self._stats: list[SequenceStats] = []
-
-    def piece(self, chunk: Chunk) -> None:
-        self._deliver(chunk)
-
-    def last_piece(self, chunk: Chunk, stats: SequenceStats) -> None:
-        self._stats.append(stats)
-        self._left -= 1
-        if self._left > 0:
-            self._deliver(chunk)
-            return
-        usage = self._usage()
-        self._deliver(replace(chunk, usage=usage))
-        assert chunk.finish_reason is not None
-        self._done(chunk.finish_reason, usage)
-
-    def _usage(self) -> Usage:
-        arrived = self._stats[0].arrived_s
-        first = min((s.first_token_s for s in self._stats if s.first_token_s is not None), default=arrived)
-        started = min((s.started_s for s in self._stats if s.started_s is not None), default=arrived)
-        # The choices share one prompt: what the first to start found in the cache is what was found.
-        earliest = min(self._stats, key=lambda s: math.inf if s.started_s is None else s.started_s)
-        return Usage(
-            prompt_tokens=earliest.prompt_tokens,
-            cached_tokens=earliest.cached_tokens,
-            written_tokens=sum(s.written_tokens for s in self._stats),
-            completion_tokens=sum(s.output_tokens for s in self._stats),
-            ttft_s=first - arrived,
-            queue_s=started - arrived,
-            total_s=max(s.finished_s for s in self._stats) - arrived,
-        )
-
-
-class _Choice:
-    """One choice's sink: tokens become text; a stop string ends it."""
-
-    def __init__(self, index: int, answer: _Answer, detokenizer: Detokenizer) -> None:
-        self._index = index
-        self._answer = answer
-        self._detokenizer = detokenizer
-
-    def on_token(self, token_id: int, logprob: TokenLogprob | None) -> bool:
-        text = self._detokenizer.push(token_id)
-        logprobs = () if logprob is None else (logprob,)
-        self._answer.piece(Chunk(self._index, text, (token_id,), logprobs))
-        return self._detokenizer.stopped is not None
-
-    def on_finish(
-        self, reason: FinishReason, stop_token: int | None, stats: SequenceStats, error: Exception | None
-    ) -> FinishReason:
-        text = self._detokenizer.finish()
-        stop_reason: str | int | None = self._detokenizer.stopped
-        if stop_reason is None:
-            stop_reason = stop_token
-        elif reason == "length":
-            reason = "stop"  # what was held back until the end completed a stop string
-        self._answer.last_piece(
-            Chunk(self._index, text, finish_reason=reason, stop_reason=stop_reason, error=error), stats
-        )
-        return reason
-
-
 class Runtime:
     """Takes requests, gives answers. Thread-safe; one per model.
 
@@ -240,10 +159,9 @@ class Runtime:
         *,
         model_name: str,
         tokenizer: Tokenizer,
-        template: Template | None,
+        assembler: Assembler,
         batcher: Batcher,
         manager: KVManager,
-        namespace: Namespace,
         info: RunnerInfo,
         eos_token_ids: frozenset[int],
         clock: Clock,
@@ -255,12 +173,11 @@ class Runtime:
         self.created_s = int(clock.now())
         self.info = info
         self.tokenizer = tokenizer
-        self.template = template
+        self.assembler = assembler
         self.observers: list[Observer] = []
         self.on_close: list[Callable[[], None]] = []
         self._batcher = batcher
         self._manager = manager
-        self._namespace = namespace
         self._sessions = sessions
         self._eos_token_ids = eos_token_ids
         self._tier_link = tier_link
@@ -274,15 +191,39 @@ class Runtime:
         """The most tokens a sequence can have: what the model takes and the KV capacity holds."""
         return min(self.info.max_model_len, self._capacity_tokens)
 
+    @property
+    def template(self) -> Template | None:
+        """How conversations are written down at present."""
+        return self.assembler.template
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        """The roles that messages may have at present."""
+        template = self.template
+        return ROLES if template is None else tuple(template.roles)
+
+    @property
+    def prompts(self) -> PromptRegistry:
+        """The named prompts that requests may use, and what the cache had of each."""
+        return self.assembler.prompts
+
+    def register_role(self, role: CustomRole) -> None:
+        """Know one more role; see :meth:`~ostinato.assembly.Assembler.register_role`.
+
+        Raises:
+            TemplateError: the model has no template.
+        """
+        self.assembler.register_role(role)
+
     def cache(self, salt: str = "") -> CacheView:
         """What :func:`assemble_prompt` takes: this model's cache for one salt."""
-        return CacheView(self._manager, self._namespace.with_salt(salt))
+        return CacheView(self._manager, self.assembler.namespace.with_salt(salt))
 
     def tell_session(self, session: Session, salt: str = "") -> bool:
         """Says how a conversation stands, without a request; false where nothing is known of it."""
         if self._sessions is None:
             return False
-        return self._sessions.say(self._namespace.with_salt(salt), session)
+        return self._sessions.say(self.assembler.namespace.with_salt(salt), session)
 
     def observe(self, event: Event) -> None:
         """Pass an event on to every observer. One that raises is logged: requests do not depend on it."""
@@ -305,7 +246,16 @@ class Runtime:
             raise ParameterError("salt must be text", param="salt", code="invalid_type")
         if not _is_whole(request.num_choices) or not 1 <= request.num_choices <= MAX_CHOICES:
             raise ParameterError(f"n must be between 1 and {MAX_CHOICES}", param="n")
-        tokens = self._tokens(request)
+        if isinstance(request.prompt, tuple) and any(
+            not (_is_whole(token) and 0 <= token < self.info.vocab_size) for token in request.prompt
+        ):
+            raise ParameterError(
+                f"token ids must be between 0 and {self.info.vocab_size - 1}", param="prompt"
+            )
+        assembled = self.assembler.assemble(request, self.max_model_len)
+        tokens = assembled.tokens
+        if len(tokens) == 0:
+            raise ParameterError("the prompt is empty: give at least one token", param="prompt")
         if (largest := int(tokens.max(initial=0))) >= self.info.vocab_size:  # it would fail the whole step
             raise ParameterError(
                 f"the prompt has token {largest}, but the model's weights know only {self.info.vocab_size}: "
@@ -329,32 +279,9 @@ class Runtime:
                 max_tokens=limit,
             )
         max_new = limit - len(tokens) if wanted is None else wanted
-        return Prepared(request, tokens, self._namespace.with_salt(request.salt), max_new)
-
-    def _tokens(self, request: GenerationRequest) -> TokenArray:
-        prompt = request.prompt
-        if isinstance(prompt, Conversation):
-            if self.template is None:
-                raise TemplateError(
-                    "this model has no chat template: choose one when it is loaded, or send a text prompt"
-                )
-            return tokenize_conversation(prompt, self.tokenizer, self.template, scope=request.salt)
-        if isinstance(prompt, str):
-            try:
-                prompt.encode()
-            except UnicodeEncodeError as error:
-                text = f"the prompt is not Unicode text: lone surrogate at character {error.start}"
-                raise ParameterError(text, param="prompt") from None
-            tokens = self.tokenizer.encode_prompt(prompt, scope=request.salt)
-        else:
-            if any(not (_is_whole(token) and 0 <= token < self.info.vocab_size) for token in prompt):
-                raise ParameterError(
-                    f"token ids must be between 0 and {self.info.vocab_size - 1}", param="prompt"
-                )
-            tokens = np.array(prompt, dtype=np.int32)
-        if len(tokens) == 0:
-            raise ParameterError("the prompt is empty: give at least one token", param="prompt")
-        return tokens
+        if assembled.conversation is not None:
+            request = replace(request, prompt=assembled.conversation, named_prompt=None, trim=None, pinned=())
+        return Prepared(request, assembled, max_new)
 
     # ------------------------------------------------------------ answers
 
@@ -372,10 +299,12 @@ class Runtime:
             with self._idle:
                 self._active.discard(handle)
                 self._idle.notify_all()
+            if usage.prompt_name and not request.is_warming:
+                self.prompts.record(usage.prompt_name, usage)
             space = prepared.namespace.digest
             self.observe(RequestFinished(reason, usage, request, prepared.tokens, space))
 
-        answer = _Answer(request.num_choices, deliver, done)
+        answer = Answer(prepared.assembled, request.num_choices, deliver, done)
         stop_ids = frozenset(params.stop_token_ids)
         if not params.ignore_eos:
             stop_ids |= self._eos_token_ids
@@ -387,7 +316,12 @@ class Runtime:
                     prepared.tokens,
                     replace(params, seed=seed),
                     prepared.namespace,
-                    _Choice(index, answer, Detokenizer(self.tokenizer, params.stop)),
+                    Choice(
+                        index,
+                        answer,
+                        Detokenizer(self.tokenizer, params.stop),
+                        Calls.of(prepared.assembled, self.tokenizer, index),
+                    ),
                     max_new_tokens=prepared.max_new_tokens,
                     stop_token_ids=stop_ids,
                     num_choices=request.num_choices,

@@ -18,7 +18,8 @@ from .errors import ParameterError
 TokenArray: TypeAlias = npt.NDArray[np.int32]
 BlockIds: TypeAlias = npt.NDArray[np.intp]
 SessionState: TypeAlias = Literal["open", "idle", "closed"]
-FinishReason: TypeAlias = Literal["stop", "length", "abort", "error"]
+FinishReason: TypeAlias = Literal["stop", "length", "tool_calls", "abort", "error"]
+TrimStrategy: TypeAlias = Literal["off", "drop", "shorten", "sticky"]
 
 MAX_SESSION_ID_CHARS = 256
 
@@ -55,6 +56,53 @@ class Conversation:
 
     messages: tuple[Message, ...]
     tools: tuple[Mapping[str, Any], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class TrimRules:
+    """How to trim a conversation that is over its budget.
+
+    Args:
+        budget_tokens: the most tokens a prompt may have, generation prompt included. ``None``, where a model
+            is asked: what the model's length leaves beside the answer.
+        strategy: ``drop`` the oldest turns, ``shorten`` old tool results where they stand, ``sticky``: drop
+            turns down to the low-water mark, or ``off``.
+        low_water: the part of the budget that ``sticky`` and ``shorten`` make room down to; with 1 they do
+            only what this prompt needs.
+        keep_chars: how many characters ``shorten`` keeps of a tool result.
+
+    Raises:
+        ParameterError: a value is out of its range or of the wrong type.
+    """
+
+    budget_tokens: int | None = None
+    strategy: TrimStrategy = "sticky"
+    low_water: float = 0.5
+    keep_chars: int = 400
+
+    def __post_init__(self) -> None:
+        for name in ("budget_tokens", "keep_chars"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | None):
+                raise ParameterError(f"{name} must be a whole number", param=name, code="invalid_type")
+        if self.budget_tokens is not None and self.budget_tokens < 1:
+            raise ParameterError("budget_tokens must be at least 1", param="budget_tokens")
+        if self.strategy not in ("off", "drop", "shorten", "sticky"):
+            raise ParameterError("strategy must be off, drop, shorten or sticky", param="strategy")
+        if isinstance(self.low_water, bool) or not isinstance(self.low_water, int | float):
+            raise ParameterError("low_water must be a number", param="low_water", code="invalid_type")
+        if not 0 < self.low_water <= 1:
+            raise ParameterError("low_water must be above 0 and at most 1", param="low_water")
+        if self.keep_chars < 0:
+            raise ParameterError("keep_chars must not be negative", param="keep_chars")
+
+
+@dataclass(frozen=True, slots=True)
+class PromptUse:
+    """A prompt by name, with a text for each of its variables. Its messages come before the request's own."""
+
+    name: str
+    variables: Mapping[str, str] = field(default_factory=dict)
 
 
 # ---------------------------------------------------------------- text and tokens
@@ -170,11 +218,40 @@ class TokenLogprob:
 
 
 @dataclass(frozen=True, slots=True)
+class Trim:
+    """What trimming left out of a prompt.
+
+    ``dropped`` and ``shortened`` are indices of the messages as they were given (after those of a named
+    prompt, if there was one). ``given_tokens`` is the length the prompt would have had.
+    """
+
+    strategy: TrimStrategy
+    budget_tokens: int
+    given_tokens: int
+    dropped: tuple[int, ...]
+    shortened: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Unrendered:
+    """A field that the template left out of the prompt.
+
+    ``field`` is ``name``, ``reasoning``, or ``content`` (beside tool calls); ``messages`` are the indices of
+    the messages it stands in, as they were given.
+    """
+
+    field: str
+    messages: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Usage:
     """Tokens and seconds of one request, summed over its ``n`` choices where they add up.
 
     ``cached_tokens`` of ``prompt_tokens`` were read from the cache, ``written_tokens`` were newly made
     findable. ``ttft_s`` is arrival to first token, ``queue_s`` the part of it before the engine began.
+    ``trimmed`` says what did not fit the budget, ``unrendered`` what the template does not write down;
+    ``prompt_name`` is the named prompt that was used.
     """
 
     prompt_tokens: int = 0
@@ -184,6 +261,9 @@ class Usage:
     ttft_s: float = 0.0
     queue_s: float = 0.0
     total_s: float = 0.0
+    trimmed: Trim | None = None
+    unrendered: tuple[Unrendered, ...] = ()
+    prompt_name: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,7 +271,8 @@ class Chunk:
     """A piece of one choice's answer. The last piece of a choice, and only that, has ``finish_reason``.
 
     The last piece of the request, and only that, has ``usage``. ``error`` goes with finish reason "error".
-    ``stop_reason`` is the stop string or token id that ended it.
+    ``stop_reason`` is the stop string or token id that ended it. ``tool_calls`` are calls that are complete;
+    what they were written in is not in any ``text``, nor is ``reasoning``.
     """
 
     choice_index: int
@@ -202,6 +283,8 @@ class Chunk:
     stop_reason: str | int | None = None
     usage: Usage | None = None
     error: Exception | None = None
+    tool_calls: tuple[ToolCall, ...] = ()
+    reasoning: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,8 +321,11 @@ class GenerationRequest:
     """What a door hands to the runtime: a conversation, or a raw prompt as text or as token ids.
 
     ``salt`` keeps this request's KV apart from everyone else's with another salt. ``num_choices`` is
-    OpenAI's ``n``. ``is_warming``: nobody waits for the answer, it is asked for what it leaves in the cache;
-    such requests are no part of logs and statistics. ``session``: which conversation this is, where known.
+    OpenAI's ``n``. Of conversations only: ``trim`` (``None``: as the runtime is set) and ``pinned``, the
+    indices of messages that trimming must leave; ``named_prompt``, whose messages come first;
+    ``continue_final_message``: go on with the assistant's last message instead of answering it.
+    ``is_warming``: nobody waits for the answer, it is asked for what it leaves in the cache; such requests
+    are no part of logs and statistics. ``session``: which conversation this is, where known.
     """
 
     prompt: Conversation | str | tuple[int, ...]
@@ -247,5 +333,9 @@ class GenerationRequest:
     num_choices: int = 1
     salt: str = ""
     request_id: str = ""
+    trim: TrimRules | None = None
+    pinned: tuple[int, ...] = ()
+    named_prompt: PromptUse | None = None
+    continue_final_message: bool = False
     is_warming: bool = False
     session: Session | None = None

@@ -58,8 +58,24 @@ def test_lint_of_a_prompt(tmp_path: Path) -> None:
     assert result.exit_code == 0
     assert "Before stable text: date." in result.output
     assert "You are a guide in a museum.\n\nToday is {{date}}.\n\n{{question}}" in result.output
-    advice = json.loads(CliRunner().invoke(main, ["prompt", "lint", str(file), "--json"]).output)
+    (advice,) = json.loads(CliRunner().invoke(main, ["prompt", "lint", str(file), "--json"]).output)
     assert advice["lost_tokens"] > 5
+
+
+def test_lint_of_named_prompts(tmp_path: Path) -> None:
+    file = tmp_path / "prompts.toml"
+    file.write_text(
+        "[guide]\nmessages = [\n"
+        '  {role = "system", content = "It is {{date}}.\\n\\nBe brief and kind."},\n'
+        '  {role = "user", content = "{{question}}"},\n]\n\n'
+        '[fine]\ntext = "Be brief. {{question}}"\n'
+    )
+    result = CliRunner().invoke(main, ["prompt", "lint", str(file)])
+    assert result.exit_code == 0, result.output
+    assert "[system]\nBe brief and kind.\n\n[user]\nIt is {{date}}.\n\n{{question}}" in result.output
+    guide, fine = json.loads(CliRunner().invoke(main, ["prompt", "lint", str(file), "--json"]).output)
+    assert guide["lost_tokens"] > 0
+    assert fine["lost_tokens"] == 0
 
 
 def test_lint_of_a_log(tmp_path: Path) -> None:

@@ -1,15 +1,12 @@
-"""Named prompts, and what the linter finds in them and in real requests."""
+"""What the linter finds in named prompts and in real requests."""
 
 from __future__ import annotations
 
-import threading
-
 import pytest
 
-from ostinato.errors import ParameterError
 from ostinato.prompt.lint import lint_prompt, lint_requests
-from ostinato.prompt.registry import NamedPrompt, PromptRegistry, PromptStatistics
-from ostinato.types import Usage
+from ostinato.prompt.registry import NamedPrompt
+from ostinato.types import Message
 
 STABLE = "You look after the museum's instruments. " * 8
 
@@ -18,66 +15,41 @@ def words(text: str) -> int:
     return len(text.split())
 
 
-# ---------------------------------------------------------------- registry
-
-
-def test_values_are_text_and_not_read_again() -> None:
-    registry = PromptRegistry()
-    registry.register("ask", "About {{topic}}: {{ question }} {not} {{topic}}")
-    assert registry.fill("ask", topic="{{question}}", question="Why?") == (
-        "About {{question}}: Why? {not} {{question}}"
-    )
-
-
-@pytest.mark.parametrize("values", [{}, {"topic": "a", "more": "b"}, {"topic": 3}])
-def test_values_must_fit(values: dict[str, str]) -> None:
-    registry = PromptRegistry()
-    registry.register("ask", "About {{topic}}")
-    with pytest.raises(ParameterError):
-        registry.fill("ask", **values)
-
-
-def test_a_name_means_one_text() -> None:
-    registry = PromptRegistry()
-    assert registry.register("ask", "a") == registry.register("ask", "a")
-    for name, text in (("ask", "b"), ("", "a")):
-        with pytest.raises(ParameterError):
-            registry.register(name, text)
-    for call in (lambda: registry.fill("other"), lambda: registry.record("other", Usage())):
-        with pytest.raises(ParameterError, match="no prompt 'other'"):
-            call()
-
-
-def test_statistics_add_up_over_threads() -> None:
-    registry = PromptRegistry()
-    registry.register("ask", "a")
-    registry.register("never", "b")
-
-    def record() -> None:
-        for _ in range(200):
-            registry.record("ask", Usage(prompt_tokens=10, cached_tokens=8))
-
-    threads = [threading.Thread(target=record) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert registry.statistics() == {
-        "ask": PromptStatistics(800, 8_000, 6_400),
-        "never": PromptStatistics(),
-    }
-    assert registry.statistics()["ask"].hit_rate == 0.8
-    assert registry.statistics()["never"].hit_rate == 0.0
-
-
 # ---------------------------------------------------------------- order
 
 
+def named(text: str) -> NamedPrompt:
+    return NamedPrompt("p", (Message("user", text),))
+
+
+def test_in_a_conversation_variables_move_to_the_last_message() -> None:
+    prompt = NamedPrompt(
+        "p",
+        (
+            Message("system", f"Today is {{{{date}}}}.\n\n{STABLE}"),
+            Message("user", "About {{topic}}"),
+            Message("assistant", "Yes, {{topic}}."),
+            Message("user", f"{STABLE}\n\n{{{{question}}}}"),
+        ),
+    )
+    advice = lint_prompt(prompt, words)
+    assert advice.variables == ("date", "topic")
+    assert advice.proposal == (
+        Message("system", STABLE),
+        Message("assistant", "Yes, {{topic}}."),
+        Message("user", f"{STABLE}\n\nToday is {{{{date}}}}.\n\nAbout {{{{topic}}}}\n\n{{{{question}}}}"),
+    )
+    assert (advice.shared_tokens, advice.lost_tokens) == (2, words(STABLE) + 1 - 2)
+    again = lint_prompt(NamedPrompt("p", advice.proposal), words)
+    assert again.proposal == advice.proposal
+
+
 def test_a_variable_before_stable_text_costs_what_stands_behind_it() -> None:
-    prompt = NamedPrompt("p", f"Today is {{{{date}}}}.\n\n{STABLE}\n\nAnswer {{{{question}}}}")
+    prompt = named(f"Today is {{{{date}}}}.\n\n{STABLE}\n\nAnswer {{{{question}}}}")
     advice = lint_prompt(prompt, words)
     assert advice.variables == ("date",)
-    assert advice.proposal == f"{STABLE}\n\nToday is {{{{date}}}}.\n\nAnswer {{{{question}}}}"
+    (proposal,) = advice.proposal
+    assert proposal.content == f"{STABLE}\n\nToday is {{{{date}}}}.\n\nAnswer {{{{question}}}}"
     assert advice.shared_tokens == 2
     assert advice.lost_tokens == words(STABLE + " Today is") - 2
     again = lint_prompt(NamedPrompt("p", advice.proposal), words)
@@ -87,9 +59,9 @@ def test_a_variable_before_stable_text_costs_what_stands_behind_it() -> None:
 
 @pytest.mark.parametrize("text", [STABLE, "", f"{STABLE}{{{{question}}}}", "{{question}}"])
 def test_nothing_to_mend(text: str) -> None:
-    advice = lint_prompt(NamedPrompt("p", text), words)
+    advice = lint_prompt(named(text), words)
     assert advice.lost_tokens == 0
-    assert advice.proposal == text
+    assert advice.proposal == (Message("user", text),)
     assert advice.variables == ()
 
 

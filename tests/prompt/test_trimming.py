@@ -13,8 +13,8 @@ from ostinato.errors import ParameterError, PromptTooLongError
 from ostinato.prompt.conversation import validate
 from ostinato.prompt.template import named_template
 from ostinato.prompt.tokens import HFTokenizer
-from ostinato.prompt.trimming import Trimmed, Trimmer, TrimRules
-from ostinato.types import Conversation, Message, ToolCall
+from ostinato.prompt.trimming import Trimmed, Trimmer
+from ostinato.types import Conversation, Message, ToolCall, TrimRules
 
 Tokenizers = Callable[[str], HFTokenizer]
 

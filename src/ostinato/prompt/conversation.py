@@ -272,6 +272,8 @@ def message_as_dict(message: Message) -> dict[str, Any]:
 def _read_message(message: Any, index: int) -> Message:
     if type(message) is dict and message.keys() == _PLAIN_KEYS and type(message["content"]) is str:
         return Message(message["role"], message["content"])  # nearly always
+    if isinstance(message, Message):
+        return message
     if not isinstance(message, Mapping):
         raise MessageTypeError(f"messages[{index}] must be an object, got {_kind(message)}", index=index)
     given = {key: value for key, value in message.items() if value is not None}

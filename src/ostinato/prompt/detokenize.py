@@ -37,6 +37,13 @@ class Detokenizer:
             return ""
         return self._scan(self._stream.push(token_id))
 
+    def flush(self) -> str:
+        """What is held back as the possible beginning of a stop string, which now cannot be completed."""
+        text, self._held = self._held, ""
+        for matcher in self._matchers:
+            matcher.length = 0
+        return text
+
     def finish(self) -> str:
         """No more tokens: the rest of the text. May still find a stop string in it."""
         if self.stopped is not None:

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
-from .registry import NamedPrompt
+from ..types import Message
+from .registry import NamedPrompt, Part, parts_of
 
 CountTokens = Callable[[str], int]
 
@@ -50,7 +51,8 @@ class OrderAdvice:
     """Where a named prompt loses tokens.
 
     ``variables`` stand before stable text. Of ``stable_tokens`` only the first ``shared_tokens`` are the same
-    in every call; in the order of ``proposal`` it would be ``lost_tokens`` more.
+    in every call; in the order of ``proposal`` it would be ``lost_tokens`` more. Tokens are those of the
+    contents, each by itself.
     """
 
     prompt: str
@@ -58,7 +60,7 @@ class OrderAdvice:
     stable_tokens: int
     shared_tokens: int
     lost_tokens: int
-    proposal: str
+    proposal: tuple[Message, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,36 +82,73 @@ class Finding:
 def lint_prompt(prompt: NamedPrompt, count: CountTokens) -> OrderAdvice:
     """Look where the variables of a prompt stand, and propose the order with the variables last.
 
-    Paragraphs are moved whole, in their order: first those without variables.
+    Paragraphs are moved whole, in their order: those with variables to the end of the last message that is
+    not the assistant's. What the assistant says stays where it is.
     """
-    blocks = [NamedPrompt(prompt.name, match[0]) for match in _BLOCK.finditer(prompt.text)]
-    stable = [block.text for block in blocks if not block.variables]
-    moving = [block.text for block in blocks if block.variables]
-    if stable and moving and not stable[-1].endswith("\n\n"):
-        stable[-1] = stable[-1].rstrip("\n") + "\n\n"
-        moving[-1] = moving[-1].rstrip("\n")
-    parts = list(prompt.parts())
+    parts = [part for message in prompt.messages for part in parts_of(message.content)]
     last_stable = max(
         (number for number, part in enumerate(parts) if not part.is_variable and part.text.strip()),
         default=-1,
     )
     early = dict.fromkeys(part.text for part in parts[: last_stable + 1] if part.is_variable)
-    shared = count(_head(prompt))
-    proposal = NamedPrompt(prompt.name, "".join(stable + moving))
-    lost = max(0, count(_head(proposal)) - shared)
+    proposal = _variables_last(prompt.messages)
+    shared = _shared_tokens(prompt.messages, count)
+    lost = max(0, _shared_tokens(proposal, count) - shared)
     return OrderAdvice(
         prompt.name,
         tuple(early),
         sum(count(part.text) for part in parts if not part.is_variable),
         shared,
         lost,
-        proposal.text if lost else prompt.text,
+        proposal if lost else prompt.messages,
     )
 
 
-def _head(prompt: NamedPrompt) -> str:
-    first = next(prompt.parts(), None)
-    return "" if first is None or first.is_variable else first.text
+def _variables_last(messages: tuple[Message, ...]) -> tuple[Message, ...]:
+    target = max((at for at, message in enumerate(messages) if message.role != "assistant"), default=-1)
+    proposed: list[Message] = []
+    moving: list[str] = []
+    for at, message in enumerate(messages):
+        if message.role == "assistant":
+            proposed.append(message)
+            continue
+        blocks = [match[0] for match in _BLOCK.finditer(message.content)]
+        stable = [block for block in blocks if not _has_variable(block)]
+        moved = [block for block in blocks if _has_variable(block)]
+        if not moved and at != target:
+            proposed.append(message)
+            continue
+        moving = [*(f"{block.rstrip()}\n\n" for block in moving), *moved]
+        if at == target:
+            if stable and moving and not stable[-1].endswith("\n\n"):
+                stable[-1] = stable[-1].rstrip("\n") + "\n\n"
+            if moving and (stable or len(moving) > len(moved)):
+                moving[-1] = moving[-1].rstrip("\n")
+            stable += moving
+        elif stable:
+            stable[-1] = stable[-1].rstrip("\n")
+        if stable:
+            proposed.append(replace(message, content="".join(stable)))
+    return tuple(proposed)
+
+
+def _has_variable(text: str) -> bool:
+    return any(part.is_variable for part in parts_of(text))
+
+
+def _shared_tokens(messages: tuple[Message, ...], count: CountTokens) -> int:
+    """Tokens of the contents up to the first variable."""
+    total = 0
+    for message in messages:
+        first: Part | None = next(parts_of(message.content), None)
+        if first is None:
+            continue
+        if first.is_variable:
+            break
+        total += count(first.text)
+        if first.text != message.content:
+            break
+    return total
 
 
 # ---------------------------------------------------------------- real requests

@@ -6,8 +6,10 @@ rule is a new identity, so KV that was made under the old one can never be taken
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
-from typing import Literal, TypeAlias
+import tomllib
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
 
 from ..errors import ConversationError, ParameterError
 from ..types import Conversation, Message, Rendered
@@ -146,6 +148,34 @@ class MessageRules:
             else:
                 joined.append((message, index))
         return joined
+
+
+def read_rules(file: Path) -> MessageRules:
+    """Rules out of a TOML file: the fields of :class:`MessageRules`, and for each role a table
+    ``[roles.NAME]`` with ``as_role`` and ``pattern``.
+
+    Raises:
+        ParameterError: it cannot be read, or a rule makes no sense; the message names the file.
+    """
+    try:
+        with file.open("rb") as opened:
+            given: dict[str, Any] = tomllib.load(opened)
+    except (OSError, ValueError) as error:  # a fault in TOML or in its encoding is a ValueError
+        raise ParameterError(f"{file} cannot be read: {error}", param="message_rules") from error
+    roles = given.pop("roles", {})
+    known = {item.name for item in fields(MessageRules)} - {"roles"}
+    if not isinstance(roles, dict) or not all(
+        isinstance(role, dict) and role.keys() <= {"as_role", "pattern"} and "as_role" in role
+        for role in roles.values()
+    ):
+        raise ParameterError(f"{file}: [roles.NAME] takes as_role and pattern", param="message_rules")
+    for name, value in given.items():
+        if name not in known or not isinstance(value, str):
+            raise ParameterError(f"{file}: {name} is no rule, or not text", param="message_rules")
+    try:
+        return MessageRules(roles=tuple(CustomRole(name, **role) for name, role in roles.items()), **given)
+    except (ParameterError, AttributeError, TypeError) as error:
+        raise ParameterError(f"{file}: {error}", param="message_rules") from error
 
 
 def _is_system(message: Message) -> bool:

@@ -25,56 +25,27 @@ from bisect import bisect_left
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Literal, TypeAlias
 
 from ..errors import ParameterError, PromptTooLongError
 from ..ports import Tokenizer
-from ..types import Conversation, Message
+from ..types import Conversation, Message, TrimRules
 from .base import Template
 from .conversation import validate
-
-Strategy: TypeAlias = Literal["drop", "shorten", "sticky"]
-
-
-@dataclass(frozen=True, slots=True)
-class TrimRules:
-    """How to trim.
-
-    Args:
-        budget_tokens: the most tokens a prompt may have, generation prompt included.
-        strategy: ``drop``, ``shorten`` or ``sticky``.
-        low_water: the part of the budget that ``sticky`` and ``shorten`` make room down to; with 1 they do
-            only what this prompt needs.
-        keep_chars: how many characters ``shorten`` keeps of a tool result.
-    """
-
-    budget_tokens: int
-    strategy: Strategy = "sticky"
-    low_water: float = 0.5
-    keep_chars: int = 400
-
-    def __post_init__(self) -> None:
-        if self.budget_tokens < 1:
-            raise ParameterError("budget_tokens must be at least 1", param="budget_tokens")
-        if self.strategy not in ("drop", "shorten", "sticky"):
-            raise ParameterError("strategy must be drop, shorten or sticky", param="strategy")
-        if not 0 < self.low_water <= 1:
-            raise ParameterError("low_water must be above 0 and at most 1", param="low_water")
-        if self.keep_chars < 0:
-            raise ParameterError("keep_chars must not be negative", param="keep_chars")
 
 
 @dataclass(frozen=True, slots=True)
 class Trimmed:
     """What is left, and what it cost.
 
-    ``num_tokens`` is the prompt's length; ``kept``, ``dropped`` and ``shortened`` are indices of the
-    messages as they were given. ``given``, ``cut`` and ``num_short`` let the next trimming go on from here:
-    messages from ``cut`` on were not dropped, and so many tool results are shortened.
+    ``num_tokens`` is the prompt's length, ``given_tokens`` what it would have been; ``kept``, ``dropped`` and
+    ``shortened`` are indices of the messages as they were given. ``given``, ``cut`` and ``num_short`` let the
+    next trimming go on from here: messages from ``cut`` on were not dropped, and so many tool results are
+    shortened.
     """
 
     conversation: Conversation
     num_tokens: int
+    given_tokens: int
     kept: tuple[int, ...]
     dropped: tuple[int, ...]
     shortened: tuple[int, ...]
@@ -89,20 +60,39 @@ class Trimmer:
     Args:
         template: what renders them.
         tokenizer: what counts them.
-        rules: how to trim.
+        rules: how to trim; the budget must be given.
+
+    Raises:
+        ParameterError: it is not.
     """
 
     def __init__(self, template: Template, tokenizer: Tokenizer, rules: TrimRules) -> None:
+        if rules.budget_tokens is None:
+            raise ParameterError("a trimmer needs a budget: give budget_tokens", param="budget_tokens")
         self._template = template
         self._tokenizer = tokenizer
         self._rules = rules
+        self._budget_tokens = rules.budget_tokens
 
-    def count(self, conversation: Conversation) -> int:
+    def count(
+        self, conversation: Conversation, *, scope: str = "", continue_final_message: bool = False
+    ) -> int:
         """Tokens of the complete prompt."""
-        return len(self._tokenizer.encode_rendered(self._template.render(conversation)))
+        rendered = self._template.render(
+            conversation,
+            add_generation_prompt=not continue_final_message,
+            continue_final_message=continue_final_message,
+        )
+        return len(self._tokenizer.encode_rendered(rendered, scope=scope))
 
     def trim(
-        self, conversation: Conversation, *, pinned: Collection[int] = (), since: Trimmed | None = None
+        self,
+        conversation: Conversation,
+        *,
+        pinned: Collection[int] = (),
+        since: Trimmed | None = None,
+        scope: str = "",
+        continue_final_message: bool = False,
     ) -> Trimmed:
         """The conversation within the budget; as it is where it fits.
 
@@ -111,6 +101,8 @@ class Trimmer:
             pinned: indices of messages that must stay.
             since: what this trimmer gave for an earlier part of the same conversation with the same pins. It
                 spares the search for earlier cuts.
+            scope: keeps what the tokenizer remembers apart: a tenant's salt.
+            continue_final_message: the prompt will end inside the assistant's last message.
 
         Raises:
             ConversationError: the conversation breaks a rule.
@@ -122,7 +114,11 @@ class Trimmer:
         for index in pinned:
             if not 0 <= index < len(conversation.messages):
                 raise ParameterError(f"pinned names messages[{index}], which is not there", param="pinned")
-        task = _Task(conversation, frozenset(pinned), self._rules, self.count)
+
+        def count(part: Conversation, is_whole: bool) -> int:
+            return self.count(part, scope=scope, continue_final_message=is_whole and continue_final_message)
+
+        task = _Task(conversation, frozenset(pinned), self._rules, self._budget_tokens, count)
         return task.run(since)
 
 
@@ -138,14 +134,16 @@ class _Task:
         conversation: Conversation,
         pinned: frozenset[int],
         rules: TrimRules,
-        count: Callable[[Conversation], int],
+        budget_tokens: int,
+        count: Callable[[Conversation, bool], int],
     ) -> None:
         self._given = conversation
         # System text stays by itself, without the turn it stands in.
         self._pinned = frozenset(i for i in pinned if not _is_system(conversation.messages[i]))
-        self._rules = rules
+        self._strategy = rules.strategy
+        self._budget_tokens = budget_tokens
         self._count = count
-        self._low_tokens = max(1, int(rules.budget_tokens * rules.low_water))
+        self._low_tokens = max(1, int(budget_tokens * rules.low_water))
         self._short: dict[int, Message] = {}
         if rules.strategy == "shorten":
             for index, message in enumerate(conversation.messages):
@@ -155,19 +153,20 @@ class _Task:
         self._order = list(self._short)
 
     def run(self, since: Trimmed | None) -> Trimmed:
-        end, budget = len(self._given.messages), self._rules.budget_tokens
+        end, budget, strategy = len(self._given.messages), self._budget_tokens, self._strategy
         cut, num_short = 0, 0
-        num_tokens = self._num_tokens(cut, end, num_short)
-        if num_tokens > budget and self._rules.strategy != "drop":
+        num_tokens = given_tokens = self._num_tokens(cut, end, num_short)
+        if num_tokens > budget and strategy in ("sticky", "shorten"):
             cut, num_short = self._walk(since)
             num_tokens = self._num_tokens(cut, end, num_short)
-        if num_tokens > budget:
+        if num_tokens > budget and strategy != "off":
             cut = self._cut_further(cut, end, num_short, budget)
             num_tokens = self._num_tokens(cut, end, num_short)
         if num_tokens > budget:
+            what = "the prompt" if strategy == "off" else "the newest turn, with what always stays,"
             raise PromptTooLongError(
-                f"the newest turn, with what always stays, has {num_tokens} tokens: {num_tokens - budget} "
-                f"more than the budget of {budget}; shorten it, or unpin messages",
+                f"{what} has {num_tokens} tokens: {num_tokens - budget} more than the budget of {budget}; "
+                "shorten it, or unpin messages",
                 num_tokens=num_tokens,
                 max_tokens=budget,
             )
@@ -176,7 +175,15 @@ class _Task:
         shortened = tuple(index for index in self._order[:num_short] if index not in gone)
         left = self._left(kept, num_short)
         return Trimmed(
-            left, num_tokens, tuple(kept), tuple(sorted(gone)), shortened, self._given, cut, num_short
+            conversation=left,
+            num_tokens=num_tokens,
+            given_tokens=given_tokens,
+            kept=tuple(kept),
+            dropped=tuple(sorted(gone)),
+            shortened=shortened,
+            given=self._given,
+            cut=cut,
+            num_short=num_short,
         )
 
     def _walk(self, since: Trimmed | None) -> tuple[int, int]:
@@ -188,7 +195,7 @@ class _Task:
             first = ends.index(len(since.given.messages)) + 1
 
         def is_over(end: int) -> bool:
-            return self._num_tokens(cut, end, num_short) > self._rules.budget_tokens
+            return self._num_tokens(cut, end, num_short) > self._budget_tokens
 
         while (over := bisect_left(ends, True, lo=first, key=is_over)) < len(ends):
             cut, num_short = self._relieve(cut, ends[over], num_short)
@@ -203,7 +210,7 @@ class _Task:
                 more, True, key=lambda number: self._num_tokens(cut, end, number) <= self._low_tokens
             )
             num_short = more[min(at, len(more) - 1)]
-            if self._num_tokens(cut, end, num_short) <= self._rules.budget_tokens:
+            if self._num_tokens(cut, end, num_short) <= self._budget_tokens:
                 return cut, num_short
         return self._cut_further(cut, end, num_short, self._low_tokens), num_short
 
@@ -256,7 +263,8 @@ class _Task:
         return replace(self._given, messages=tuple(messages))
 
     def _num_tokens(self, cut: int, end: int, num_short: int) -> int:
-        return self._count(self._left(self._indices(cut, end), num_short))
+        left = self._left(self._indices(cut, end), num_short)
+        return self._count(left, end == len(self._given.messages))
 
 
 def _turn_starts(messages: Sequence[Message]) -> list[int]:

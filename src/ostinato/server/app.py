@@ -163,7 +163,11 @@ class _Doors:
         frame = self._frame("chatcmpl")
         generation = fields.generation(request_id=frame.id, key_salt=key_salt)
         writer = ChatWriter(
-            frame, self._tokens, logprobs=bool(fields.logprobs), include_usage=fields.include_usage
+            frame,
+            self._tokens,
+            logprobs=bool(fields.logprobs),
+            include_usage=fields.include_usage,
+            max_calls=1 if fields.parallel_tool_calls is False else None,
         )
         return Work((generation,), writer, bool(fields.stream), fields.include_usage)
 

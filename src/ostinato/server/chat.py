@@ -10,9 +10,17 @@ from pydantic import Discriminator, Field, Tag
 
 from ..errors import MessageTypeError, ParameterError
 from ..types import Chunk, Conversation, GenerationRequest, Message, TokenLogprob, ToolCall, Usage
+from .extras import (
+    PromptFields,
+    TrimChoice,
+    extras_object,
+    pinned_messages,
+    remarks_object,
+    trim_rules,
+)
 from .fields import MAX_SHOWN_CHARS, Wire, text_or_list
 from .sampling import MAX_LOGPROBS, SamplingFields, check_max_tokens, namespace_salt, unsupported
-from .wire import Collected, Frame, Json, TokenText, finish_fields, finite, timings_object, usage_object
+from .wire import Collected, Frame, Json, TokenText, finish_fields, finite, usage_object
 
 
 class ContentPart(Wire):
@@ -90,7 +98,10 @@ _UNSUPPORTED: Final[Mapping[str, tuple[object, ...]]] = {
 
 
 class ChatRequest(SamplingFields):
-    """The body of a chat completion request. ``prediction`` only ever changes the speed."""
+    """The body of a chat completion request. ``prediction`` only ever changes the speed.
+
+    ``trim``, ``prompt`` (a named one) and ``continue_final_message`` are not OpenAI's.
+    """
 
     messages: list[WireMessage]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
@@ -99,6 +110,9 @@ class ChatRequest(SamplingFields):
     tools: Annotated[list[Tool], Field(max_length=1024)] | None = None
     parallel_tool_calls: bool | None = None
     prediction: Any = None
+    trim: TrimChoice | None = None
+    prompt: PromptFields | None = None
+    continue_final_message: bool | None = None
 
     audio: Any = None
     function_call: Any = None
@@ -142,6 +156,10 @@ class ChatRequest(SamplingFields):
             num_choices=self.num_choices,
             salt=namespace_salt(key_salt, self.cache_salt),
             request_id=request_id,
+            trim=trim_rules(self.trim),
+            pinned=pinned_messages(self.trim),
+            named_prompt=None if self.prompt is None else self.prompt.use(),
+            continue_final_message=bool(self.continue_final_message),
         )
 
 
@@ -192,13 +210,26 @@ def _text(index: int, content: str | list[ContentPart] | None) -> str:
 
 
 class ChatWriter:
-    """An answer as ``chat.completion``, or as ``chat.completion.chunk`` objects."""
+    """An answer as ``chat.completion``, or as ``chat.completion.chunk`` objects.
 
-    def __init__(self, frame: Frame, tokens: TokenText, *, logprobs: bool, include_usage: bool) -> None:
+    ``max_calls`` bounds the tool calls of a choice; those beyond are left out.
+    """
+
+    def __init__(
+        self,
+        frame: Frame,
+        tokens: TokenText,
+        *,
+        logprobs: bool,
+        include_usage: bool,
+        max_calls: int | None = None,
+    ) -> None:
         self._frame = frame
         self._tokens = tokens
         self._logprobs = logprobs
         self._include_usage = include_usage
+        self._max_calls = max_calls
+        self._num_calls: defaultdict[int, int] = defaultdict(int)
         self._opened: set[int] = set()
         self._choices: defaultdict[int, Collected] = defaultdict(Collected)
 
@@ -208,11 +239,21 @@ class ChatWriter:
         if index not in self._opened:
             self._opened.add(index)
             yield self._event(index, {"role": "assistant", "content": "", "refusal": None})
+        if chunk.reasoning:
+            yield self._event(index, {"reasoning_content": chunk.reasoning})
         if chunk.text or chunk.logprobs:
             logprobs = self._logprobs_object(chunk.logprobs)
             yield self._event(index, {"content": chunk.text}, logprobs=logprobs)
+        for call in chunk.tool_calls[: self._calls_left(self._num_calls[index])]:
+            delta = {"index": self._num_calls[index], **_call_object(call)}
+            self._num_calls[index] += 1
+            yield self._event(index, {"tool_calls": [delta]})
         if chunk.finish_reason is not None:
-            yield self._event(index, {}, **finish_fields(chunk))
+            event = self._event(index, {}, **finish_fields(chunk))
+            # Not only beside usage, which a stream gives on request: nobody shall lose messages unawares.
+            if chunk.usage is not None and (remarks := remarks_object([chunk.usage])):
+                event["ostinato"] = remarks
+            yield event
 
     def collect(self, prompt_index: int, chunk: Chunk) -> None:
         assert prompt_index == 0, "a chat has one prompt"
@@ -221,11 +262,11 @@ class ChatWriter:
     def whole(self, usages: Sequence[Usage]) -> Json:
         choices = [self._whole_choice(index, self._choices[index]) for index in sorted(self._choices)]
         whole = self._frame.around("chat.completion", choices)
-        return whole | {"usage": usage_object(usages), "ostinato": timings_object(usages)}
+        return whole | {"usage": usage_object(usages), "ostinato": extras_object(usages)}
 
     def usage_event(self, usages: Sequence[Usage]) -> Json:
         event = self._frame.around("chat.completion.chunk", [])
-        return event | {"usage": usage_object(usages), "ostinato": timings_object(usages)}
+        return event | {"usage": usage_object(usages), "ostinato": extras_object(usages)}
 
     def _event(
         self,
@@ -244,9 +285,18 @@ class ChatWriter:
 
     def _whole_choice(self, index: int, choice: Collected) -> Json:
         assert choice.last is not None, "a choice that never finished"
-        message = {"role": "assistant", "content": "".join(choice.text), "refusal": None}
+        message: Json = {"role": "assistant", "content": "".join(choice.text), "refusal": None}
+        if choice.reasoning:
+            message["reasoning_content"] = "".join(choice.reasoning)
+        if choice.tool_calls:
+            message["content"] = message["content"] or None
+            calls = choice.tool_calls[: self._calls_left(0)]
+            message["tool_calls"] = [_call_object(call) for call in calls]
         logprobs = self._logprobs_object(choice.logprobs)
         return {"index": index, "message": message, "logprobs": logprobs, **finish_fields(choice.last)}
+
+    def _calls_left(self, num_calls: int) -> int | None:
+        return None if self._max_calls is None else max(0, self._max_calls - num_calls)
 
     def _logprobs_object(self, logprobs: Sequence[TokenLogprob]) -> Json | None:
         if not self._logprobs:
@@ -260,3 +310,8 @@ class ChatWriter:
     def _token_object(self, token_id: int, logprob: float) -> Json:
         raw = self._tokens.bytes(token_id)
         return {"token": self._tokens.chat(token_id), "logprob": finite(logprob), "bytes": list(raw)}
+
+
+def _call_object(call: ToolCall) -> Json:
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"id": call.id, "type": "function", "function": function}

@@ -8,7 +8,7 @@ from functools import lru_cache
 from typing import Any, Final, Protocol, TypeAlias
 
 from ..ports import Tokenizer
-from ..types import Chunk, GenerationRequest, TokenLogprob, Usage
+from ..types import Chunk, GenerationRequest, TokenLogprob, ToolCall, Usage
 
 Json: TypeAlias = dict[str, Any]
 
@@ -67,11 +67,16 @@ class Collected:
     """One choice of a whole answer, as it grows."""
 
     text: list[str] = field(default_factory=list)
+    reasoning: list[str] = field(default_factory=list)
+    tool_calls: list[ToolCall] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     last: Chunk | None = None
 
     def add(self, chunk: Chunk) -> None:
         self.text.append(chunk.text)
+        if chunk.reasoning:
+            self.reasoning.append(chunk.reasoning)
+        self.tool_calls.extend(chunk.tool_calls)
         self.logprobs.extend(chunk.logprobs)
         if chunk.finish_reason is not None:
             assert self.last is None, "a choice finished twice"

@@ -1,0 +1,268 @@
+"""From a request to the tokens of its prompt: named prompts, trimming, rendering, and what was left out."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from .errors import ParameterError, TemplateError
+from .kv.hashing import Namespace
+from .ports import Tokenizer
+from .prompt.calls import CallSyntax, call_syntax
+from .prompt.conversation import validate
+from .prompt.registry import PromptRegistry
+from .prompt.rules import CustomRole, MessageRules, RuledTemplate
+from .prompt.template import Template
+from .prompt.trimming import Trimmed, Trimmer
+from .prompt.unrendered import unrendered
+from .types import (
+    Conversation,
+    GenerationRequest,
+    PromptUse,
+    TokenArray,
+    Trim,
+    TrimRules,
+    Unrendered,
+    Usage,
+)
+
+_ANSWER_SHARE = 4
+"""Where a request does not say how long its answer may be, trimming leaves it a quarter of the length."""
+
+
+def tokenize_conversation(
+    conversation: Conversation,
+    tokenizer: Tokenizer,
+    template: Template,
+    *,
+    scope: str = "",
+    continue_final_message: bool = False,
+) -> TokenArray:
+    """Check, render and tokenise; the tokens of a complete prompt, ready for the answer to follow.
+
+    ``scope`` keeps what the tokenizer remembers apart: a tenant's salt.
+    """
+    validate(conversation, roles=template.roles)
+    rendered = template.render(
+        conversation,
+        add_generation_prompt=not continue_final_message,
+        continue_final_message=continue_final_message,
+    )
+    return tokenizer.encode_rendered(rendered, scope=scope)
+
+
+@dataclass(frozen=True, slots=True)
+class Assembled:
+    """A prompt as tokens, the namespace they belong to, and what its assembly did to the conversation.
+
+    ``conversation`` is what was rendered, ``None`` for a raw prompt. ``syntax`` is how calls are written in the
+    answer, where any may come.
+    """
+
+    tokens: TokenArray
+    namespace: Namespace
+    conversation: Conversation | None = None
+    syntax: CallSyntax | None = None
+    tool_names: tuple[str, ...] = ()
+    trimmed: Trim | None = None
+    unrendered: tuple[Unrendered, ...] = ()
+    prompt_name: str = ""
+
+    def annotate(self, usage: Usage) -> Usage:
+        """``usage`` with what only the assembly knows."""
+        return replace(usage, trimmed=self.trimmed, unrendered=self.unrendered, prompt_name=self.prompt_name)
+
+
+@dataclass(frozen=True, slots=True)
+class _Writing:
+    """How conversations are written down, and the namespace in which KV of such prompts is exchangeable.
+
+    One value, replaced as a whole: no request can render by one and look up in the other.
+    """
+
+    template: Template | None
+    namespace: Namespace
+    syntax: CallSyntax | None
+
+    @classmethod
+    def of(cls, template: Template | None, namespace: Namespace) -> _Writing:
+        identity = "" if template is None else template.identity
+        syntax = None if template is None else call_syntax(template)
+        return cls(template, replace(namespace, template=identity), syntax)
+
+
+class Assembler:
+    """Makes prompts for one model. Safe to use from several threads.
+
+    Args:
+        tokenizer: the model's.
+        template: how conversations are written; ``None``: not at all.
+        namespace: of the model; its template is set to the identity of what writes.
+        rules: what to do with roles and orders of messages that the template has no place for.
+        trim: what to do with a conversation that is too long, where the request does not say.
+        prompts: the named prompts that requests may use.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        template: Template | None,
+        namespace: Namespace,
+        *,
+        rules: MessageRules | None = None,
+        trim: TrimRules | None = None,
+        prompts: PromptRegistry | None = None,
+    ) -> None:
+        self.prompts = PromptRegistry() if prompts is None else prompts
+        self._tokenizer = tokenizer
+        self._trim = TrimRules(strategy="off") if trim is None else trim
+        self._own_template = template
+        self._message_rules = MessageRules() if rules is None else rules
+        self._lock = threading.Lock()
+        self._writing = self._written_by(self._message_rules, namespace)
+
+    @property
+    def template(self) -> Template | None:
+        return self._writing.template
+
+    @property
+    def namespace(self) -> Namespace:
+        return self._writing.namespace
+
+    def register_role(self, role: CustomRole) -> None:
+        """Know one more role, or another rendering of one that is known, from the next request on.
+
+        It takes its rendering and changes the namespace at once: nothing cached under other renderings is
+        found any more, and all of it is found again when they are registered again.
+
+        Raises:
+            TemplateError: the model has no template.
+        """
+        if self._own_template is None:
+            raise TemplateError("this model has no chat template: there is nothing to write a role by")
+        with self._lock:
+            others = (known for known in self._message_rules.roles if known.name != role.name)
+            # In one order, so that the order of registration changes no identity.
+            roles = tuple(sorted((*others, role), key=lambda known: known.name))
+            self._message_rules = replace(self._message_rules, roles=roles)
+            self._writing = self._written_by(self._message_rules, self._writing.namespace)
+
+    def _written_by(self, rules: MessageRules, namespace: Namespace) -> _Writing:
+        template = self._own_template
+        if template is not None and rules != MessageRules():
+            template = RuledTemplate(template, rules)
+        return _Writing.of(template, namespace)
+
+    def assemble(self, request: GenerationRequest, max_model_len: int) -> Assembled:
+        """The tokens of a request's prompt; at least one, and as many as they are.
+
+        Raises:
+            ClientError: what is wrong with the prompt, the conversation or its trimming.
+        """
+        writing, prompt = self._writing, request.prompt
+        namespace = writing.namespace.with_salt(request.salt)
+        if not isinstance(prompt, Conversation):
+            for name in ("trim", "pinned", "named_prompt", "continue_final_message"):
+                if getattr(request, name):
+                    text = f"{name} is for conversations, not for raw prompts"
+                    raise ParameterError(text, param=name)
+            return Assembled(self._raw_tokens(prompt, request.salt), namespace)
+        if writing.template is None:
+            raise TemplateError(
+                "this model has no chat template: choose one when it is loaded, or send a text prompt"
+            )
+        given = self._with_named(prompt, request.named_prompt, writing.template)
+        conversation, tokens, trimmed = self._within_budget(given, request, writing.template, max_model_len)
+        left_out = unrendered(
+            conversation, writing.template, continue_final_message=request.continue_final_message
+        )
+        if trimmed is not None:  # back to the indices of the messages as they were given
+            left_out = tuple(
+                replace(item, messages=tuple(trimmed.kept[index] for index in item.messages))
+                for item in left_out
+            )
+        syntax = writing.syntax
+        if syntax is not None and not (prompt.tools or syntax.always):
+            syntax = None
+        return Assembled(
+            tokens,
+            namespace,
+            conversation,
+            syntax=syntax,
+            tool_names=tuple(tool["function"]["name"] for tool in prompt.tools),
+            trimmed=None if trimmed is None else _report(trimmed, self._rules(request, max_model_len)),
+            unrendered=left_out,
+            prompt_name="" if request.named_prompt is None else request.named_prompt.name,
+        )
+
+    def _with_named(
+        self, conversation: Conversation, use: PromptUse | None, template: Template
+    ) -> Conversation:
+        """The messages of the named prompt, and the request's own after them."""
+        if use is None:
+            return conversation
+        first = self.prompts.fill(use.name, use.variables)
+        if conversation.messages:  # by themselves, so that a fault is named by the caller's own count
+            validate(conversation, roles=template.roles)
+        return replace(conversation, messages=(*first, *conversation.messages))
+
+    def _within_budget(
+        self, given: Conversation, request: GenerationRequest, template: Template, max_model_len: int
+    ) -> tuple[Conversation, TokenArray, Trimmed | None]:
+        """What is left of the conversation, its tokens, and the trimming if there was any."""
+        goes_on, salt = request.continue_final_message, request.salt
+        rules = self._rules(request, max_model_len)
+        pinned = _pinned(request.pinned, given, request.prompt)
+        tokens = tokenize_conversation(
+            given, self._tokenizer, template, scope=salt, continue_final_message=goes_on
+        )
+        assert rules.budget_tokens is not None, "rules of a request have a budget"
+        if rules.strategy == "off" or len(tokens) <= rules.budget_tokens:
+            return given, tokens, None
+        trimmer = Trimmer(template, self._tokenizer, rules)
+        trimmed = trimmer.trim(given, pinned=pinned, scope=salt, continue_final_message=goes_on)
+        tokens = tokenize_conversation(
+            trimmed.conversation, self._tokenizer, template, scope=salt, continue_final_message=goes_on
+        )
+        assert len(tokens) == trimmed.num_tokens, "a trimmed prompt has another length than was counted"
+        return trimmed.conversation, tokens, trimmed
+
+    def _rules(self, request: GenerationRequest, max_model_len: int) -> TrimRules:
+        """The request's rules, or the operator's, with a budget in tokens that leaves room for the answer."""
+        rules = self._trim if request.trim is None else request.trim
+        wanted = request.params.max_tokens
+        room = max(1, max_model_len // _ANSWER_SHARE) if wanted is None else wanted
+        most = max_model_len - room
+        if most < 1:  # no trimming makes room for such an answer: the runtime says so
+            return replace(rules, strategy="off", budget_tokens=max_model_len)
+        budget = self._trim.budget_tokens if rules.budget_tokens is None else rules.budget_tokens
+        return replace(rules, budget_tokens=most if budget is None else min(budget, most))
+
+    def _raw_tokens(self, prompt: str | tuple[int, ...], salt: str) -> TokenArray:
+        if isinstance(prompt, str):
+            try:
+                prompt.encode()
+            except UnicodeEncodeError as error:
+                text = f"the prompt is not Unicode text: lone surrogate at character {error.start}"
+                raise ParameterError(text, param="prompt") from None
+            return self._tokenizer.encode_prompt(prompt, scope=salt)
+        return np.array(prompt, dtype=np.int32)
+
+
+def _report(trimmed: Trimmed, rules: TrimRules) -> Trim:
+    assert rules.budget_tokens is not None, "rules of a request have a budget"
+    return Trim(rules.strategy, rules.budget_tokens, trimmed.given_tokens, trimmed.dropped, trimmed.shortened)
+
+
+def _pinned(pinned: Sequence[Any], given: Conversation, prompt: Any) -> tuple[int, ...]:
+    """The request's own indices, moved behind the messages of a named prompt."""
+    num_own = len(prompt.messages)
+    ahead = len(given.messages) - num_own
+    for index in pinned:
+        if isinstance(index, bool) or not isinstance(index, int) or not 0 <= index < num_own:
+            raise ParameterError(f"pinned names messages[{index}], which is not there", param="pinned")
+    return tuple(index + ahead for index in pinned)

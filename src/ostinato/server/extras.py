@@ -1,0 +1,88 @@
+"""What a chat request may ask for beyond OpenAI's fields, and what is said of it in the answer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal, TypeAlias
+
+from pydantic import Discriminator, Field, Tag
+
+from ..types import PromptUse, TrimRules, Usage
+from .fields import Wire
+from .wire import Json, timings_object
+
+Strategy: TypeAlias = Literal["off", "drop", "shorten", "sticky"]
+MessageIndex = Annotated[int, Field(ge=0)]
+
+
+class TrimFields(Wire):
+    """How to trim, in full. What is left out is as in :class:`~ostinato.types.TrimRules`."""
+
+    strategy: Strategy | None = None
+    budget_tokens: Annotated[int, Field(ge=1)] | None = None
+    low_water: Annotated[float, Field(gt=0, le=1)] | None = None
+    keep_chars: Annotated[int, Field(ge=0)] | None = None
+    pinned: Annotated[list[MessageIndex], Field(max_length=4096)] | None = None
+
+
+def _text_or_object(value: Any) -> str | None:
+    if isinstance(value, str):
+        return "<text>"
+    return "<object>" if isinstance(value, dict) else None
+
+
+TrimChoice = Annotated[
+    Annotated[Strategy, Tag("<text>")] | Annotated[TrimFields, Tag("<object>")],
+    Discriminator(_text_or_object),
+]
+
+
+class PromptFields(Wire):
+    """A named prompt, whose messages come before the request's."""
+
+    name: str
+    variables: dict[str, str] | None = None
+
+    def use(self) -> PromptUse:
+        return PromptUse(self.name, self.variables or {})
+
+
+def trim_rules(choice: Strategy | TrimFields | None) -> TrimRules | None:
+    """The rules a request asks for; ``None``: the operator's."""
+    if choice is None:
+        return None
+    if isinstance(choice, str):
+        return TrimRules(strategy=choice)
+    given = choice.model_dump(exclude_none=True, exclude={"pinned"})
+    return TrimRules(**given)
+
+
+def pinned_messages(choice: Strategy | TrimFields | None) -> tuple[int, ...]:
+    return tuple(choice.pinned or ()) if isinstance(choice, TrimFields) else ()
+
+
+def remarks_object(usages: Sequence[Usage]) -> Json:
+    """What became of the prompt on its way to the model; empty where all of it is there as it came."""
+    remarks: Json = {}
+    for usage in usages:
+        if usage.prompt_name:
+            remarks["prompt"] = usage.prompt_name
+        if (trim := usage.trimmed) is not None:
+            remarks["trim"] = {
+                "strategy": trim.strategy,
+                "budget_tokens": trim.budget_tokens,
+                "given_tokens": trim.given_tokens,
+                "left_out_tokens": trim.given_tokens - usage.prompt_tokens,
+                "dropped_messages": len(trim.dropped),
+                "shortened_messages": len(trim.shortened),
+            }
+        if usage.unrendered:
+            remarks["unrendered"] = [
+                {"field": item.field, "messages": list(item.messages)} for item in usage.unrendered
+            ]
+    return remarks
+
+
+def extras_object(usages: Sequence[Usage]) -> Json:
+    """Our own addition beside ``usage``: times, and remarks where there are some."""
+    return timings_object(usages) | remarks_object(usages)
