@@ -59,8 +59,8 @@ def tokenize_conversation(
 class Assembled:
     """A prompt as tokens, the namespace they belong to, and what its assembly did to the conversation.
 
-    ``conversation`` is what was rendered, ``None`` for a raw prompt. ``syntax`` is how calls are written in the
-    answer, where any may come.
+    ``conversation`` is what was rendered, ``None`` for a raw prompt. ``syntax`` is how calls are written in
+    the answer, where any may come.
     """
 
     tokens: TokenArray
