@@ -25,7 +25,7 @@ from ostinato.kv.policies import make_policy
 from ostinato.kv.policy import HistoryPolicy, Outlook
 from ostinato.models.store import ModelStore
 from ostinato.ports import SystemClock
-from ostinato.sim.compare import Row, compare
+from ostinato.sim.compare import Rates, Row, compare
 from ostinato.sim.replay import ReplayClock, never_continued, replay
 from ostinato.sim.sessions import encode_bytes, prompt_encoder, read_session
 from ostinato.sim.traces import Blocks, Trace, merge_sessions, read_mooncake
@@ -35,7 +35,7 @@ CAPACITIES = (1000, 3000, 5859, 10_000, 30_000)
 POLICIES = ("lru", "lirs", "workload", "optimum")
 AGENT_SHARES = (0.05, 0.15, 0.30, 0.60)  # of the distinct blocks
 AGENT_BLOCK_TOKENS = 128
-PREFILL_TOKENS_PER_S = 400.0
+RATES = Rates(prefill_tokens_per_s=400.0)
 
 
 def agent_traces(folder: Path, encode: Callable[[str], TokenArray], seeds: int) -> list[Trace]:
@@ -129,13 +129,13 @@ def main() -> None:
     traces = [read_mooncake(path) for path in files.values()]
     tables: dict[str, dict[str, dict[str, Any]]] = {}
     for trace in traces:
-        rows = compare(trace, POLICIES, CAPACITIES, prefill_tokens_per_s=PREFILL_TOKENS_PER_S, on_row=say)
+        rows = compare(trace, POLICIES, CAPACITIES, rates=RATES, on_row=say)
         tables[trace.name.removesuffix("_trace")] = table(rows)
     used, encode = tokenizer()
     for trace in agent_traces(given.data / "agent", encode, given.seeds):
         distinct = len({unit for request in trace.requests for unit in request.units.tolist()})
         capacities = [int(distinct * share) for share in AGENT_SHARES]
-        rows = compare(trace, POLICIES, capacities, prefill_tokens_per_s=PREFILL_TOKENS_PER_S, on_row=say)
+        rows = compare(trace, POLICIES, capacities, rates=RATES, on_row=say)
         tables[trace.name] = table(rows)
     cost = decision_ms(traces[0], 5859)
     hinted = {trace.name.removesuffix("_trace"): closed_hint(trace, 5859) for trace in traces}

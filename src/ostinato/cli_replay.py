@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from .config import Settings
+from .config import Settings, parse_size
 
 if TYPE_CHECKING:
     from .sim.compare import Row
@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 @click.option("--png", type=click.Path(path_type=Path, dir_okay=False), help="Chart file (needs matplotlib).")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, one object a line.")
 @click.option("--prefill-rate", type=float, default=400.0, show_default=True, help="Tokens/s, for TTFT.")
+@click.option("--tier-capacity", help="Blocks of a tier below, or shares of the distinct blocks; 0: none.")
+@click.option("--load-rate", default="1GiB", show_default=True, help="Bytes/s from the tier, for TTFT.")
+@click.option("--token-bytes", type=int, default=46_080, show_default=True, help="KV of one token.")
 @click.option("--faults", is_flag=True, help="Cancel, fail and jump in time; check the books at every event.")
 @click.option("--requests", type=int, default=500, show_default=True, help="Requests to play with --faults.")
 @click.option("--seed", type=int, default=0, show_default=True, help="For faults and session starts.")
@@ -34,8 +37,8 @@ if TYPE_CHECKING:
 @click.option("--span", type=float, default=3600.0, show_default=True, help="Sessions start within: seconds.")
 def replay(traces: tuple[Path, ...], **options: Any) -> None:
     """Replay TRACES (Mooncake JSONL, agent sessions) through the cache's books, without a model."""
-    from .sim.command import capacities_for, play_faults, policy_names, read_traces
-    from .sim.compare import compare
+    from .sim.command import capacities_for, play_faults, policy_names, read_traces, tier_capacities_for
+    from .sim.compare import Rates, compare
     from .sim.show import print_rows, write_png
 
     seed, names = options["seed"], policy_names(options["policy"])
@@ -50,10 +53,20 @@ def replay(traces: tuple[Path, ...], **options: Any) -> None:
     is_shown = sys.stderr.isatty()
     for trace in read:
         sizes = capacities_for(trace, options["capacity"])
+        below = tier_capacities_for(trace, options["tier_capacity"])
         if options["faults"]:
-            made = play_faults(
-                trace, names, sizes[0], lambda: random.Random(seed), num_requests=options["requests"]
-            )
+            try:
+                made = play_faults(
+                    trace,
+                    names,
+                    sizes[0],
+                    lambda: random.Random(seed),
+                    num_requests=options["requests"],
+                    tier_capacity=below[0],
+                )
+            except AssertionError as error:
+                where = "; ".join(getattr(error, "__notes__", []))
+                raise click.ClickException(f"seed {seed} found a fault ({where}): {error}") from error
             for counts in made:
                 click.echo(json.dumps(counts))
             continue
@@ -61,7 +74,8 @@ def replay(traces: tuple[Path, ...], **options: Any) -> None:
             trace,
             names,
             sizes,
-            prefill_tokens_per_s=options["prefill_rate"],
+            rates=Rates(options["prefill_rate"], _load_rate(options["load_rate"]), options["token_bytes"]),
+            tier_capacities=below,
             on_row=_say if is_shown else _skip,
         )
     if options["as_json"]:
@@ -71,6 +85,13 @@ def replay(traces: tuple[Path, ...], **options: Any) -> None:
         print_rows(rows, with_chart=options["plot"])
     if options["png"] and rows and not write_png(rows, options["png"]):
         raise click.ClickException("no PNG without matplotlib; install it, or use --plot")
+
+
+def _load_rate(text: str) -> float:
+    try:
+        return float(max(1, parse_size(text)))
+    except ValueError:
+        raise click.BadParameter(f"{text!r} is not a size; write for example 500M or 2GiB") from None
 
 
 def _say(row: Row) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import orjson
 
@@ -16,6 +18,7 @@ from .compare import OPTIMUM
 from .faults import Chance, FaultyReplay
 from .replay import ReplayClock
 from .sessions import read_session
+from .tiered import memory_folder
 from .traces import Blocks, Trace, merge_sessions, read_mooncake
 
 DEFAULT_CAPACITIES = (1000, 5859, 10_000, 30_000)
@@ -81,6 +84,22 @@ def capacities_for(trace: Trace, given: str | None) -> list[int]:
     """Numbers of blocks with commas between, or shares of the trace's distinct blocks (``5%``)."""
     if given is None:
         return [size for size in DEFAULT_CAPACITIES if size >= _longest(trace)] or [_longest(trace)]
+    sizes = _sizes(trace, given)
+    for size in sizes:
+        if size < _longest(trace):
+            raise ParameterError(
+                f"{size} blocks do not hold the longest request of {trace.name}, {_longest(trace)} blocks",
+                param="capacity",
+            )
+    return sizes
+
+
+def tier_capacities_for(trace: Trace, given: str | None) -> list[int]:
+    """The same for a tier below: ``[0]`` where none is meant."""
+    return [0] if given is None else _sizes(trace, given)
+
+
+def _sizes(trace: Trace, given: str) -> list[int]:
     sizes: list[int] = []
     distinct = len({unit for request in trace.requests for unit in request.units.tolist()})
     for text in given.split(","):
@@ -89,11 +108,8 @@ def capacities_for(trace: Trace, given: str | None) -> list[int]:
             size = int(distinct * share / 100) if text.strip().endswith("%") else int(text)
         except ValueError:
             raise ParameterError(f"{text!r} is no capacity; write 5859 or 5%", param="capacity") from None
-        if size < _longest(trace):
-            raise ParameterError(
-                f"{size} blocks do not hold the longest request of {trace.name}, {_longest(trace)} blocks",
-                param="capacity",
-            )
+        if size < 0:
+            raise ParameterError(f"{text!r} is no capacity: it is below 0", param="capacity")
         sizes.append(size)
     return sizes
 
@@ -103,15 +119,34 @@ def _longest(trace: Trace) -> int:
 
 
 def play_faults(
-    trace: Trace, names: Sequence[str], capacity: int, make_chance: Callable[[], Chance], *, num_requests: int
+    trace: Trace,
+    names: Sequence[str],
+    capacity: int,
+    make_chance: Callable[[], Chance],
+    *,
+    num_requests: int,
+    tier_capacity: int = 0,
 ) -> list[dict[str, object]]:
-    """Each policy under the same faults; books and contents checked after every event."""
+    """Each policy under the same faults; books and contents checked after every event.
+
+    With a ``tier_capacity`` in blocks there is a tier below, which fails too. Raises ``AssertionError`` for
+    the first thing that is wrong; its notes say where.
+    """
     found: list[dict[str, object]] = []
     for name in names:
-        if name != OPTIMUM:
-            clock = ReplayClock()
-            policy = make_policy(name, num_blocks=capacity, block_tokens=1, clock=clock)
-            faulty = FaultyReplay(capacity, policy, clock, make_chance())
+        if name == OPTIMUM:
+            continue
+        clock = ReplayClock()
+        policy = make_policy(name, num_blocks=capacity, block_tokens=1, clock=clock)
+        with ExitStack() as stack:
+            folder = None
+            if tier_capacity:
+                made = stack.enter_context(TemporaryDirectory(prefix="ostinato-replay-", dir=memory_folder()))
+                folder = Path(made) / "tier"
+            faulty = FaultyReplay(
+                capacity, policy, clock, make_chance(), tier_folder=folder, tier_capacity=tier_capacity
+            )
+            stack.callback(faulty.close)
             counts = faulty.run(trace.requests[:num_requests])
-            found.append({"trace": trace.name, "policy": name, "capacity": capacity, **asdict(counts)})
+        found.append({"trace": trace.name, "policy": name, "capacity": capacity, **asdict(counts)})
     return found

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from ostinato.kv.policies import make_policy
 from ostinato.kv.policy import HistoryPolicy
+from ostinato.kv.tiers.base import Outcome
 
 from .optimum import optimum_hits
 from .replay import ReplayClock, replay
+from .tiered import Below, TierCosts, memory_folder, open_store
 from .traces import Trace
 
 OPTIMUM = "optimum"
@@ -19,8 +24,11 @@ OPTIMUM = "optimum"
 class Row:
     """One policy at one capacity. Rates are shares of units asked for, ``half2`` of the second half only.
 
-    ``ttft_s`` is the estimated mean prefill of what was not served, without queueing; ``metadata_bytes`` is
-    the policy's own memory for each cached block. ``None``: not defined for this row.
+    ``ttft_s`` is the estimated mean of loading what the tier served and computing what nobody did, without
+    queueing; ``metadata_bytes`` is the policy's own memory for each cached block. ``tier_hit_tokens`` are
+    those of ``hit_tokens`` that came from the tier, whose capacity is in units too (0: there was none).
+    ``evicted`` are the arena's blocks by reason.
+    ``None``: not defined for this row.
     """
 
     trace: str
@@ -33,9 +41,24 @@ class Row:
     num_evicted: int | None
     ttft_s: float
     metadata_bytes: float | None
+    tier_capacity: int = 0
+    tier_hit_tokens: int | None = 0
+    loaded_bytes: int | None = 0
+    stored_bytes: int | None = 0
+    num_tier_evicted: int | None = 0
+    evicted: dict[str, int] | None = None
 
     def as_dict(self) -> dict[str, object]:
         return asdict(self)
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """What the estimates stand on: tokens computed and bytes loaded in a second, and bytes of one token."""
+
+    prefill_tokens_per_s: float
+    load_bytes_per_s: float = float(1 << 30)
+    token_bytes: int = 46_080
 
 
 def compare(
@@ -43,24 +66,44 @@ def compare(
     policies: Sequence[str],
     capacities: Sequence[int],
     *,
-    prefill_tokens_per_s: float,
+    rates: Rates,
+    tier_capacities: Sequence[int] = (0,),
     on_row: Callable[[Row], None] = lambda row: None,
 ) -> list[Row]:
-    """A row for each policy at each capacity (in units of the trace); "optimum" is the clairvoyant bound."""
+    """A row for each policy at each capacity (in units of the trace); "optimum" is the clairvoyant bound.
+
+    Of two places that is what both together could serve as one.
+    """
     rows: list[Row] = []
-    for capacity in capacities:
-        for policy in policies:
-            make = _optimum if policy == OPTIMUM else _replayed
-            rows.append(make(trace, policy, capacity, prefill_tokens_per_s))
-            on_row(rows[-1])
+    for tier_capacity in tier_capacities:
+        for capacity in capacities:
+            for policy in policies:
+                if policy == OPTIMUM:
+                    row = _optimum(trace, capacity, tier_capacity, rates)
+                elif tier_capacity == 0:
+                    row = _replayed(trace, policy, capacity, rates)
+                else:
+                    row = _replayed_with_tier(trace, policy, capacity, tier_capacity, rates)
+                rows.append(row)
+                on_row(row)
     return rows
 
 
-def _replayed(trace: Trace, name: str, capacity: int, tokens_per_s: float) -> Row:
-    clock = ReplayClock()
+def _replayed(
+    trace: Trace,
+    name: str,
+    capacity: int,
+    rates: Rates,
+    below: Below | None = None,
+    clock: ReplayClock | None = None,
+) -> Row:
+    clock = clock or ReplayClock()
     policy = make_policy(name, num_blocks=capacity, block_tokens=1, clock=clock)
-    result = replay(trace.requests, capacity, policy, clock, unit_tokens=trace.unit_tokens)
+    result = replay(trace.requests, capacity, policy, clock, unit_tokens=trace.unit_tokens, below=below)
     missed = result.input_tokens - result.hit_tokens
+    num_loaded = 0 if below is None else below.tier.num_loaded
+    loaded_bytes = num_loaded * trace.unit_tokens * rates.token_bytes
+    total_s = missed / rates.prefill_tokens_per_s + loaded_bytes / rates.load_bytes_per_s
     size = policy.size_bytes / capacity if isinstance(policy, HistoryPolicy) else 0.0
     return Row(
         trace.name,
@@ -71,13 +114,32 @@ def _replayed(trace: Trace, name: str, capacity: int, tokens_per_s: float) -> Ro
         result.hit_tokens,
         result.input_tokens,
         result.num_evicted,
-        missed / tokens_per_s / len(trace.requests),
+        total_s / len(trace.requests),
         size,
+        tier_hit_tokens=result.tier_hit_tokens,
+        loaded_bytes=loaded_bytes,
+        evicted=result.evicted,
     )
 
 
-def _optimum(trace: Trace, name: str, capacity: int, tokens_per_s: float) -> Row:
-    hits = optimum_hits(trace.requests, capacity)
+def _replayed_with_tier(trace: Trace, name: str, capacity: int, tier_capacity: int, rates: Rates) -> Row:
+    clock = ReplayClock()
+    costs = TierCosts(
+        trace.unit_tokens, rates.token_bytes, rates.load_bytes_per_s, rates.prefill_tokens_per_s
+    )
+    with ExitStack() as stack:
+        folder = stack.enter_context(TemporaryDirectory(prefix="ostinato-replay-", dir=memory_folder()))
+        store = open_store(Path(folder) / "tier", tier_capacity)
+        below = Below(store, capacity, clock, costs)
+        stack.callback(below.close)
+        row = _replayed(trace, name, capacity, rates, below, clock)
+        stored_bytes = below.tier.outcomes[Outcome.STORED] * costs.unit_bytes
+        num_evicted = store.counters.evicted
+    return replace(row, tier_capacity=tier_capacity, stored_bytes=stored_bytes, num_tier_evicted=num_evicted)
+
+
+def _optimum(trace: Trace, capacity: int, tier_capacity: int, rates: Rates) -> Row:
+    hits = optimum_hits(trace.requests, capacity + tier_capacity)
     refs = [len(request.units) for request in trace.requests]
     half = len(refs) // 2
     pairs = zip(hits, trace.requests, strict=True)
@@ -85,13 +147,15 @@ def _optimum(trace: Trace, name: str, capacity: int, tokens_per_s: float) -> Row
     input_tokens = sum(request.input_tokens for request in trace.requests)
     return Row(
         trace.name,
-        name,
+        OPTIMUM,
         capacity,
         sum(hits) / sum(refs),
         sum(hits[half:]) / sum(refs[half:]),
         hit_tokens,
         input_tokens,
         None,
-        (input_tokens - hit_tokens) / tokens_per_s / len(refs),
+        (input_tokens - hit_tokens) / rates.prefill_tokens_per_s / len(refs),
         None,
+        tier_capacity,
+        *(None, None, None, None) if tier_capacity else (0, 0, 0, 0),
     )

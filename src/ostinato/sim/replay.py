@@ -13,6 +13,7 @@ from ostinato.kv.manager import KVManager
 from ostinato.kv.policy import EvictionPolicy, HistoryPolicy, Outlook, RequestHints
 from ostinato.types import TokenArray
 
+from .tiered import Below
 from .traces import TraceRequest
 
 _NAMESPACE = Namespace("trace", "", "", "", "", "")
@@ -34,14 +35,22 @@ class ReplayClock:
 
 @dataclass(slots=True)
 class Replayed:
-    """What a replay served. ``hits`` and ``refs`` are units of each request."""
+    """What a replay served. ``hits`` and ``refs`` are units of each request.
+
+    ``evicted`` are blocks by reason, ``tier_hit_tokens`` those of ``hit_tokens`` that came from the tier.
+    """
 
     capacity: int
     hits: list[int] = field(default_factory=list)
     refs: list[int] = field(default_factory=list)
     hit_tokens: int = 0
+    tier_hit_tokens: int = 0
     input_tokens: int = 0
-    num_evicted: int = 0
+    evicted: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def num_evicted(self) -> int:
+        return sum(self.evicted.values())
 
     def hit_rate(self, start: int = 0) -> float:
         """Units served of units asked for, from request ``start`` on."""
@@ -57,6 +66,7 @@ def replay(
     unit_tokens: int,
     on_request: Callable[[KVManager], None] | None = None,
     outlooks: Sequence[Outlook] | None = None,
+    below: Below | None = None,
 ) -> Replayed:
     """Each request in turn is looked up, inserted whole and let go, in a pool of ``capacity`` units.
 
@@ -68,15 +78,18 @@ def replay(
 
     def observe(event: Event) -> None:
         if isinstance(event, BlocksEvicted):
-            result.num_evicted += event.num_blocks
+            result.evicted[event.reason] = result.evicted.get(event.reason, 0) + event.num_blocks
 
     manager = KVManager(capacity, 1, policy=policy, observer=observe)
     for number, request in enumerate(requests):
         clock.time_s = max(clock.time_s, request.time_s)
-        hit = serve(manager, request.units, hints_of(request))
+        in_arena, in_tier = serve(manager, request.units, hints_of(request), below)
+        hit = in_arena + in_tier
         result.hits.append(hit)
         result.refs.append(len(request.units))
-        result.hit_tokens += min(hit * unit_tokens, request.input_tokens)
+        hit_tokens = min(hit * unit_tokens, request.input_tokens)
+        result.hit_tokens += hit_tokens
+        result.tier_hit_tokens += hit_tokens - min(in_arena * unit_tokens, request.input_tokens)
         result.input_tokens += request.input_tokens
         if outlooks is not None and outlooks[number]:
             manager.hint(_NAMESPACE, request.units, outlooks[number])
@@ -103,12 +116,18 @@ def hints_of(request: TraceRequest) -> RequestHints:
     return RequestHints(request.input_tokens, request.output_tokens, request.has_part_block)
 
 
-def serve(manager: KVManager, units: TokenArray, hints: RequestHints) -> int:
-    """One request from look-up to release; returns how many units were there."""
+def serve(
+    manager: KVManager, units: TokenArray, hints: RequestHints, below: Below | None = None
+) -> tuple[int, int]:
+    """One request from look-up to release; returns how many units were in the arena, and below it."""
     # A trace's ids stand for blocks: a prompt that is wholly there is served to its last id, which a
     # look-up of tokens never reports because the model wants the last token's logits.
     hit = manager.peek(_NAMESPACE, np.concatenate((units, _SENTINEL)))
+    from_tier = 0
     with manager.acquire(_NAMESPACE, units, hints=hints) as lease:
         if lease.reserve(len(units)):
-            lease.commit(units)
-    return hit
+            if below is not None:
+                from_tier = below.serve(lease, units, hit)
+            else:
+                lease.commit(units)
+    return hit, from_tier

@@ -15,46 +15,100 @@ from .compare import OPTIMUM, Row
 
 def table(rows: Sequence[Row]) -> Table:
     """One line a row of one trace, best rate of each capacity in bold (the optimum aside)."""
-    shown = Table(box=None, header_style="dim", pad_edge=False, title_style="bold", title_justify="left")
+    shown = Table(
+        box=None, header_style="dim", padding=(0, 1, 0, 0), title_style="bold", title_justify="left"
+    )
     shown.title = rows[0].trace if rows else None
     shown.add_column("policy", no_wrap=True)
-    for title in ("capacity", "served", "2nd half", "x LRU", "hit tokens", "evicted", "TTFT", "meta"):
+    with_tier = any(row.tier_capacity for row in rows)
+    titles = ["capacity", "served", "2nd half", "x LRU", "hit tokens", "evicted", "TTFT", "meta"]
+    if with_tier:
+        titles = [
+            "arena",
+            "tier",
+            "served",
+            "x LRU",
+            "hits",
+            "of tier",
+            "loaded",
+            "stored",
+            "evicted",
+            "TTFT",
+        ]
+    for title in titles:
         shown.add_column(title, justify="right", no_wrap=True)
-    base = {(row.trace, row.capacity): row.hit_rate for row in rows if row.policy == "lru"}
-    best: dict[tuple[str, int], float] = {}
+    base = {_place(row): row.hit_rate for row in rows if row.policy == "lru"}
+    best: dict[tuple[str, int, int], float] = {}
     for row in rows:
         if row.policy != OPTIMUM:
-            key = (row.trace, row.capacity)
+            key = _place(row)
             best[key] = max(best.get(key, 0.0), row.hit_rate)
     for row in rows:
-        key = (row.trace, row.capacity)
+        key = _place(row)
         is_best = row.policy != OPTIMUM and row.hit_rate == best[key]
         style = "bold" if is_best else "dim" if row.policy == OPTIMUM else ""
         lru = base.get(key, 0.0)
-        shown.add_row(
-            row.policy,
-            f"{row.capacity:,}",
-            f"{100 * row.hit_rate:.2f} %",
-            f"{100 * row.half2_rate:.2f} %",
-            f"{row.hit_rate / lru:.3f}" if lru else "",
-            f"{row.hit_tokens / 1e6:.2f} M",
-            "" if row.num_evicted is None else f"{row.num_evicted:,}",
-            f"{row.ttft_s:.2f} s",
-            "" if row.metadata_bytes is None else f"{row.metadata_bytes:,.0f} B",
-            style=style,
-        )
+        shown.add_row(row.policy, *(_tier_cells if with_tier else _cells)(row, lru), style=style)
     return shown
+
+
+def _place(row: Row) -> tuple[str, int, int]:
+    return row.trace, row.capacity, row.tier_capacity
+
+
+def _cells(row: Row, lru: float) -> tuple[str, ...]:
+    return (
+        f"{row.capacity:,}",
+        f"{100 * row.hit_rate:.2f} %",
+        f"{100 * row.half2_rate:.2f} %",
+        f"{row.hit_rate / lru:.3f}" if lru else "",
+        f"{row.hit_tokens / 1e6:.2f} M",
+        "" if row.num_evicted is None else f"{row.num_evicted:,}",
+        f"{row.ttft_s:.2f} s",
+        "" if row.metadata_bytes is None else f"{row.metadata_bytes:,.0f} B",
+    )
+
+
+def _tier_cells(row: Row, lru: float) -> tuple[str, ...]:
+    evicted = (
+        "" if row.num_evicted is None else f"{_short(row.num_evicted)}+{_short(row.num_tier_evicted or 0)}"
+    )
+    return (
+        _short(row.capacity),
+        _short(row.tier_capacity),
+        f"{100 * row.hit_rate:.1f}%",
+        f"{row.hit_rate / lru:.2f}" if lru else "",
+        _short(row.hit_tokens),
+        "" if row.tier_hit_tokens is None else _short(row.tier_hit_tokens),
+        "" if row.loaded_bytes is None else f"{_short(row.loaded_bytes)}B",
+        "" if row.stored_bytes is None else f"{_short(row.stored_bytes)}B",
+        evicted,
+        f"{row.ttft_s:.2f}s",
+    )
+
+
+def _short(number: float) -> str:
+    """A number in at most five characters: 950, 1.2k, 20k, 3.4M …"""
+    for unit in ("", "k", "M", "G"):
+        if number < 9.95 and unit:
+            return f"{number:.1f}{unit}"
+        if number < 1000:
+            return f"{number:.0f}{unit}"
+        number /= 1000
+    return f"{number:,.1f}T" if number < 9.95 else f"{number:,.0f}T"
 
 
 def chart(rows: Sequence[Row], *, width: int = 48) -> RenderableType:
     """A bar a row, by trace and capacity, on one scale."""
     top = max((row.hit_rate for row in rows), default=0.0) or 1.0
     parts: list[RenderableType] = []
-    for trace, capacity in dict.fromkeys((row.trace, row.capacity) for row in rows):
-        parts.append(Text(f"\n{trace}, {capacity:,} blocks: share served", style="bold"))
+    for place in dict.fromkeys(_place(row) for row in rows):
+        trace, capacity, tier_capacity = place
+        below = f" over {tier_capacity:,}" if tier_capacity else ""
+        parts.append(Text(f"\n{trace}, {capacity:,} blocks{below}: share served", style="bold"))
         bars = Table.grid(padding=(0, 1))
         for row in rows:
-            if (row.trace, row.capacity) == (trace, capacity):
+            if _place(row) == place:
                 color = "green" if row.policy == "workload" else "grey50" if row.policy == OPTIMUM else "cyan"
                 bar = Bar(top, 0, row.hit_rate, width=width, color=color)
                 bars.add_row(Text(row.policy), bar, Text(f"{100 * row.hit_rate:.1f} %"))
@@ -72,14 +126,14 @@ def write_png(rows: Sequence[Row], path: Path) -> bool:
     figure = Figure(figsize=(6 * len(traces), 4.5), layout="constrained")
     for place, trace in enumerate(traces, 1):
         axes = figure.add_subplot(1, len(traces), place)
-        for policy in dict.fromkeys(row.policy for row in rows):
-            line = sorted(
-                (r.capacity, 100 * r.hit_rate) for r in rows if (r.trace, r.policy) == (trace, policy)
-            )
+        for policy, below in dict.fromkeys((row.policy, row.tier_capacity) for row in rows):
+            same = [r for r in rows if (r.trace, r.policy, r.tier_capacity) == (trace, policy, below)]
+            if not same:
+                continue
             axes.plot(
-                *zip(*line, strict=True),
+                *zip(*sorted((r.capacity, 100 * r.hit_rate) for r in same), strict=True),
                 marker="o",
-                label=policy,
+                label=f"{policy} over {below:,}" if below else policy,
                 linestyle="--" if policy == OPTIMUM else "-",
             )
         axes.set(title=trace, xscale="log", xlabel="capacity (blocks)", ylabel="served (%)")
