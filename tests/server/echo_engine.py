@@ -35,6 +35,7 @@ from ostinato.types import (
     FinishReason,
     GenerationRequest,
     Rendered,
+    Session,
     TokenArray,
     TokenLogprob,
     Usage,
@@ -163,6 +164,8 @@ class EchoEngine:
         self.tokenizer = ByteTokenizer()
         self.observers: list[Observer] = []
         self.num_cancelled = 0
+        self.requests: list[GenerationRequest] = []
+        self.words: list[tuple[Session, str]] = []
         self._step_s = step_s
         self._max_running = max_running
         self._max_waiting = max_waiting
@@ -178,6 +181,7 @@ class EchoEngine:
     # ------------------------------------------------------------ the runtime's methods
 
     def prepare(self, request: GenerationRequest) -> EchoPrepared:
+        self.requests.append(request)
         prompt = request.prompt
         if isinstance(prompt, Conversation):
             validate(prompt)
@@ -213,6 +217,13 @@ class EchoEngine:
             self._waiting.append(request)
             self._changed.notify_all()
         return request
+
+    def tell_session(self, session: Session, salt: str = "") -> bool:
+        self.words.append((session, salt))
+        return any(
+            each.session is not None and (each.session.id, each.salt) == (session.id, salt)
+            for each in self.requests
+        )
 
     def health(self) -> EchoHealth:
         detail = "ok" if self._is_accepting else "shutting down"

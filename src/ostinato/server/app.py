@@ -30,6 +30,8 @@ from .border import Border
 from .chat import ChatRequest, ChatWriter
 from .completions import CompletionRequest, CompletionWriter
 from .fields import MAX_SHOWN_CHARS, decode, validate
+from .sampling import namespace_salt
+from .sessions import SESSION_HEADER, SessionWord, with_session
 from .settings import ServerSettings
 from .wire import Frame, Json, TokenText, Work
 
@@ -68,7 +70,7 @@ def _cors(settings: ServerSettings) -> Middleware:
         CORSMiddleware,
         allow_origins=settings.cors_origins,
         allow_methods=["GET", "POST"],
-        allow_headers=["authorization", "content-type", "x-request-id"],
+        allow_headers=["authorization", "content-type", "x-request-id", SESSION_HEADER],
         expose_headers=["x-request-id", "retry-after"],
     )
 
@@ -97,6 +99,7 @@ class _Doors:
         return [
             Route("/v1/chat/completions", self.chat, methods=["POST"]),
             Route("/v1/completions", self.completions, methods=["POST"]),
+            Route("/v1/sessions/{id:path}", self.session, methods=["POST"]),
             Route("/v1/models", self.models),
             Route("/v1/models/{id:path}", self.model),
             Route("/health", self.health),
@@ -113,6 +116,17 @@ class _Doors:
 
     async def completions(self, request: Request) -> Response:
         return await self._answer(request, self._completion_work, too_long_param="prompt")
+
+    async def session(self, request: Request) -> Response:
+        """Says how a session stands, for clients that have nothing more to ask."""
+        body = await read_body(request.headers, request.receive, self._settings)
+        word = validate(SessionWord, decode(body))
+        session = word.session(request.path_params["id"])
+        tenant = request.state.tenant
+        salt = namespace_salt(tenant.salt if tenant is not None else "", word.cache_salt)
+        is_known = await asyncio.to_thread(self._backend.tell_session, session, salt)
+        answer = {"id": session.id, "object": "session", "state": session.state, "known": is_known}
+        return _json(answer)
 
     async def models(self, _request: Request) -> Response:
         return _json({"object": "list", "data": [self._model_card()]})
@@ -147,7 +161,8 @@ class _Doors:
 
         def prepare() -> tuple[Work, list[Any]]:
             work = work_of(body, key_salt)
-            return work, [self._backend.prepare(generation) for generation in work.requests]
+            generations = with_session(work.requests, request.headers.get(SESSION_HEADER))
+            return work, [self._backend.prepare(generation) for generation in generations]
 
         try:
             loop = asyncio.get_running_loop()

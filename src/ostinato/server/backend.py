@@ -8,7 +8,7 @@ from typing import Any, Protocol
 from ..events import Observer
 from ..observe import Load
 from ..ports import Tokenizer
-from ..types import Chunk, GenerationRequest
+from ..types import Chunk, GenerationRequest, Session
 
 
 class Handle(Protocol):
@@ -54,6 +54,9 @@ class Backend(Protocol):
 
         Raises :class:`~ostinato.errors.QueueFullError` or :class:`~ostinato.errors.ShuttingDownError`.
         """
+
+    def tell_session(self, session: Session, salt: str = "", /) -> bool:
+        """How a session stands, whose requests had this salt; false where nothing is known of it."""
 
     def health(self) -> Health: ...
 

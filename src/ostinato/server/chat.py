@@ -20,6 +20,7 @@ from .extras import (
 )
 from .fields import MAX_SHOWN_CHARS, Wire, text_or_list
 from .sampling import MAX_LOGPROBS, SamplingFields, check_max_tokens, namespace_salt, unsupported
+from .sessions import session_of
 from .wire import Collected, Frame, Json, TokenText, finish_fields, finite, usage_object
 
 
@@ -160,6 +161,7 @@ class ChatRequest(SamplingFields):
             pinned=pinned_messages(self.trim),
             named_prompt=None if self.prompt is None else self.prompt.use(),
             continue_final_message=bool(self.continue_final_message),
+            session=session_of(self.session),
         )
 
 

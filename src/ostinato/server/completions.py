@@ -13,6 +13,7 @@ from ..errors import ParameterError
 from ..types import Chunk, GenerationRequest, TokenLogprob, Usage
 from .fields import TokenId
 from .sampling import MAX_LOGPROBS, SamplingFields, check_max_tokens, namespace_salt, unsupported
+from .sessions import session_of
 from .wire import Collected, Frame, Json, TokenText, finish_fields, finite, timings_object, usage_object
 
 _DEFAULT_MAX_TOKENS: Final = 16  # OpenAI's
@@ -86,6 +87,7 @@ class CompletionRequest(SamplingFields):
                 num_choices=self.num_choices,
                 salt=salt,
                 request_id=request_id if len(prompts) == 1 else f"{request_id}-{index}",
+                session=session_of(self.session),
             )
             for index, prompt in enumerate(prompts)
         )

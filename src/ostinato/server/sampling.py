@@ -11,6 +11,7 @@ from pydantic import Field
 from ..errors import ParameterError, UnknownModelError
 from ..types import SamplingParams
 from .fields import MAX_SHOWN_CHARS, MAX_TOKEN_ID, Stop, TokenId, Wire
+from .sessions import SessionGiven
 
 MAX_LOGPROBS: Final = 20
 _SEED_LIMIT: Final = 2**63
@@ -49,6 +50,8 @@ class SamplingFields(Wire):
     stop_token_ids: Annotated[list[TokenId], Field(max_length=128)] | None = None
     ignore_eos: bool | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
+
+    session: SessionGiven | None = None
 
     metadata: Any = None
     prompt_cache_key: Any = None
