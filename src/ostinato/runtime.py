@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from math import inf
 from queue import SimpleQueue
 from typing import Any, Self
 
@@ -26,6 +27,7 @@ from .events import Event, Observer, RequestFinished
 from .kv.hashing import Namespace
 from .kv.manager import CacheView, KVManager, Lease
 from .kv.sessions import Sessions
+from .kv.terms import Terms, prompt_id
 from .kv.transfer import TierLink, TierReport
 from .ports import Clock, Tokenizer
 from .prompt.conversation import ROLES
@@ -49,6 +51,7 @@ _log = logging.getLogger(__name__)
 MAX_CHOICES = 64
 MAX_STOPS = 16
 MAX_TOP_LOGPROBS = 20
+MIN_TTL_S = 1.0
 
 
 # ---------------------------------------------------------------- assembly
@@ -131,6 +134,7 @@ class Health:
     num_held_blocks: int
     num_evictable_blocks: int
     num_free_blocks: int
+    num_pinned_blocks: int = 0
     tier: TierReport | None = None
 
 
@@ -181,15 +185,14 @@ class Runtime:
         self._sessions = sessions
         self._eos_token_ids = eos_token_ids
         self._tier_link = tier_link
-        self._capacity_tokens = manager.num_blocks * manager.block_size
         self._accepting = True
         self._active: set[RequestHandle] = set()
         self._idle = threading.Condition()
 
     @property
     def max_model_len(self) -> int:
-        """The most tokens a sequence can have: what the model takes and the KV capacity holds."""
-        return min(self.info.max_model_len, self._capacity_tokens)
+        """The most tokens a sequence can have: what the model takes and the KV that is not pinned holds."""
+        return min(self.info.max_model_len, self._manager.num_usable_tokens)
 
     @property
     def template(self) -> Template | None:
@@ -244,6 +247,9 @@ class Runtime:
         check_params(request.params, self.info.vocab_size)
         if not isinstance(request.salt, str):
             raise ParameterError("salt must be text", param="salt", code="invalid_type")
+        ttl_s = request.cache_ttl_s
+        if ttl_s is not None and not (_is_number(ttl_s) and ttl_s >= MIN_TTL_S):
+            raise ParameterError(f"cache_ttl_s must be at least {MIN_TTL_S:g} seconds", param="cache_ttl_s")
         if not _is_whole(request.num_choices) or not 1 <= request.num_choices <= MAX_CHOICES:
             raise ParameterError(f"n must be between 1 and {MAX_CHOICES}", param="n")
         if isinstance(request.prompt, tuple) and any(
@@ -327,6 +333,7 @@ class Runtime:
                     num_choices=request.num_choices,
                     offers_tools=isinstance(request.prompt, Conversation) and bool(request.prompt.tools),
                     session=request.session,
+                    terms=terms_of(request),
                 )
             )
         handle = RequestHandle(self._batcher, sequences)
@@ -394,6 +401,7 @@ class Runtime:
             num_held_blocks=manager.num_held_blocks,
             num_evictable_blocks=manager.num_evictable_blocks,
             num_free_blocks=manager.num_free_blocks,
+            num_pinned_blocks=manager.num_pinned_blocks,
             tier=None if self._tier_link is None else self._tier_link.report(),
         )
 
@@ -422,6 +430,13 @@ class Runtime:
 
 
 # ---------------------------------------------------------------- parameters
+
+
+def terms_of(request: GenerationRequest) -> Terms:
+    """For how long and under which name what is kept of a request is kept."""
+    ttl_s = inf if request.cache_ttl_s is None else float(request.cache_ttl_s)
+    name = "" if request.named_prompt is None else request.named_prompt.name
+    return Terms(ttl_s, prompt_id(name))
 
 
 def check_params(params: SamplingParams, vocab_size: int) -> None:

@@ -325,7 +325,9 @@ class GenerationRequest:
     indices of messages that trimming must leave; ``named_prompt``, whose messages come first;
     ``continue_final_message``: go on with the assistant's last message instead of answering it.
     ``is_warming``: nobody waits for the answer, it is asked for what it leaves in the cache; such requests
-    are no part of logs and statistics. ``session``: which conversation this is, where known.
+    are no part of logs and statistics. ``session``: which conversation this is, where known. ``cache_ttl_s``:
+    for how long after its last use what is kept of this request may be found; ``None``: as long as the server
+    keeps things.
     """
 
     prompt: Conversation | str | tuple[int, ...]
@@ -339,3 +341,4 @@ class GenerationRequest:
     continue_final_message: bool = False
     is_warming: bool = False
     session: Session | None = None
+    cache_ttl_s: float | None = None

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ostinato.kv.hashing import NO_PARENT, Namespace, block_keys, digest_bytes
-from ostinato.kv.terms import id_from_bytes, id_to_bytes, is_id, model_id, prompt_id, tenant_id
+from ostinato.kv.terms import id_from_bytes, id_to_bytes, is_id, model_id, prompt_id, tenant_id, tenant_salt
 
 # Few characters and short fields, so that different tuples often concatenate to the same text.
 awkward_text = st.text(st.sampled_from("ab\0\ud800é"), max_size=3)
@@ -28,19 +28,21 @@ def test_parts_cannot_run_into_each_other(a, b):
 
 def test_every_field_counts():
     fields = dict.fromkeys([f.name for f in dataclasses.fields(Namespace) if f.init], "x")
-    assert len(fields) == 9
+    assert len(fields) == 8
     digests = {Namespace(**fields).digest} | {Namespace(**fields | {name: "y"}).digest for name in fields}
-    assert len(digests) == 10
+    assert len(digests) == 9
 
 
-def test_a_tenant_is_that_of_the_salt_unless_it_is_named():
+def test_a_salt_says_whose_it_is():
     plain = Namespace("w", "t", "c", "l", "d", "r")
     anna, ben = tenant_id("anna"), tenant_id("ben")
     assert plain.tenant == ""
     assert plain.with_salt("anna").tenant == anna != ben
     assert plain.with_salt("anna").with_salt("ben").tenant == ben
-    assert plain.with_salt("anna", ben).tenant == ben
-    assert plain.with_salt("anna", ben) != plain.with_salt("anna")
+    first, second = plain.with_salt(tenant_salt(anna, "1")), plain.with_salt(tenant_salt(anna, "2"))
+    assert first.tenant == second.tenant == anna
+    assert first.digest != second.digest
+    assert plain.with_salt("anna/1").tenant not in (anna, "")
     assert len(anna) == 3 + 32
     assert "anna" not in anna
 
@@ -58,7 +60,7 @@ def test_an_id_names_its_text_and_survives_as_bytes(text):
 def test_the_digest_is_versioned_and_stable():
     """A changed digest strands everything that a lower tier keeps: change the context's version with it."""
     namespace = Namespace("w", "t", "c", "l", "d", "r")
-    assert namespace.digest == "b3:e30ba4586ff97e508cdf37bffbe814f6fc1906dcd7d5af03dd6cb0a7eb5ef83e"
+    assert namespace.digest == "b3:4fe7141e8ebd298008b2e6a9794af9698a132c8d9df5c6bc4e98ae964fa01be1"
     assert digest_bytes(b"x", context="one") != digest_bytes(b"x", context="two")
     assert digest_bytes(context="one").startswith("b3:")
     assert len(digest_bytes(context="one")) == 3 + 64
@@ -113,5 +115,5 @@ def test_a_block_hash_is_what_it_was():
     """Stored blocks outlive the program: a change of this value needs a new version in the context."""
     assert (
         block_keys(BASE, np.arange(4, dtype=np.int32), 4)[0].hash.hex()
-        == "fb1dc03decf045109ce285335809d3afa1e21f64ae28cd1a5ef21def24424fde"
+        == "8122cea57cf293a1675407cd344807d36f3fe5f7ba9ead9216aabca7ecad5f38"
     )

@@ -20,6 +20,7 @@ from ostinato.kv.terms import (
     model_id,
     prompt_id,
     tenant_id,
+    tenant_salt,
 )
 
 ANNA, BEN = (Namespace("w", "t", "c", "l", "d", "r", salt=salt) for salt in ("anna", "ben"))
@@ -136,7 +137,7 @@ def test_what_is_held_counts_and_is_given_up_when_it_is_let_go():
 
 def test_a_quota_is_for_all_salts_of_a_tenant():
     manager = KVManager(32, SIZE, allowances=quota(anna=4))
-    spaces = [ANNA.with_salt(f"anna/{i}", ANNA.tenant) for i in range(3)]
+    spaces = [ANNA.with_salt(tenant_salt(ANNA.tenant, str(i))) for i in range(3)]
     for space in spaces:
         run(manager, space, tokens_of(1, 2))
     assert [found(manager, space, tokens_of(1, 2)) for space in spaces] == [0, 8, 8]

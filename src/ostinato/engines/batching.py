@@ -29,6 +29,7 @@ from ..kv.manager import KVManager, Lease
 from ..kv.policy import RequestHints
 from ..kv.sessions import Sessions, outlook_of
 from ..kv.tending import Tender
+from ..kv.terms import NO_TERMS, Terms
 from ..kv.transfer import Chain, TierLink
 from ..ports import Clock
 from ..types import (
@@ -97,7 +98,8 @@ class Sequence:
     __slots__ = (
         "_tokens", "arrived_s", "cached_tokens", "cancelled", "chain", "copies", "first_token_s", "id",
         "lease", "load", "max_new", "namespace", "num_choices", "num_computed", "num_prompt", "num_tokens",
-        "offers_tools", "params", "session", "sink", "started_s", "stop_token_ids", "written_tokens",
+        "offers_tools", "params", "session", "sink", "started_s", "stop_token_ids", "terms",
+        "written_tokens",
     )  # fmt: skip
 
     def __init__(
@@ -112,12 +114,14 @@ class Sequence:
         num_choices: int = 1,
         offers_tools: bool = False,
         session: Session | None = None,
+        terms: Terms = NO_TERMS,
     ) -> None:
         assert len(prompt) > 0, "a sequence has at least one token"
         assert max_new_tokens > 0, "a sequence asks for at least one token"
         self.id = -1
         self.params = params
         self.namespace = namespace
+        self.terms = terms
         self.sink = sink
         self.max_new = max_new_tokens
         self.stop_token_ids = stop_token_ids
@@ -129,7 +133,7 @@ class Sequence:
         self._tokens = np.empty(len(prompt) + min(max_new_tokens, 256), dtype=np.int32)
         self._tokens[: len(prompt)] = prompt
         self.num_computed = 0
-        self.chain = Chain()  # what the lower tier knows of it
+        self.chain = Chain(terms)  # what the lower tier knows of it
         self.lease: Lease | None = None
         self.load: Load | None = None  # while it waits: what is being read into its lease's blocks
         self.copies: tuple[SlotCopy, ...] = ()  # which the lease asked for, until the load is done
@@ -197,7 +201,6 @@ class Batcher:
         self._runner = runner
         self._info = runner.info
         self._manager = manager
-        self._num_slots = manager.num_blocks * manager.block_size
         self._clock = clock
         self._settings = settings or BatchingSettings()
         self._observe = observer or (lambda event: None)
@@ -374,7 +377,7 @@ class Batcher:
             if self._stop_a_load():
                 return False  # what it held is free in a moment; this one pauses until then
             youngest = self._running[-1]
-            if youngest is sequence and sequence.num_tokens > self._num_slots:
+            if youngest is sequence and sequence.num_tokens > self._manager.num_usable_tokens:
                 self._running.remove(sequence)
                 self._finish(sequence, "length")  # it fills the whole arena: nothing more ever fits
                 return False
@@ -414,10 +417,14 @@ class Batcher:
             del self._waiting[place]
             self._running.append(sequence)  # so that whatever fails from here on ends it
             hints = RequestHints(input_tokens=sequence.num_prompt)
-            lease = sequence.lease = self._manager.acquire(sequence.namespace, sequence.tokens, hints=hints)
+            lease = sequence.lease = self._manager.acquire(
+                sequence.namespace, sequence.tokens, hints=hints, terms=sequence.terms
+            )
             if not lease.reserve(sequence.num_tokens, spare_tokens=self._settings.growth_tokens):
                 self._running.pop()
                 self._release(sequence)
+                if self._ends_for_pins(sequence):
+                    return None
                 self._waiting.insert(place, sequence)
                 self._refused = refused
                 return None  # in order of arrival: nobody overtakes for being small
@@ -433,6 +440,18 @@ class Batcher:
             if self._num_open >= self._settings.max_sequences:
                 return None
         return None
+
+    def _ends_for_pins(self, sequence: Sequence) -> bool:
+        """Ends a sequence that there is not room for without what is pinned, as long as that is."""
+        num_usable, num_pinned = self._manager.num_usable_tokens, self._manager.num_pinned_blocks
+        if not num_pinned or sequence.num_tokens <= num_usable:
+            return False
+        if sequence.num_output:
+            self._finish(sequence, "length")
+        else:
+            text = f"{num_pinned} blocks of KV are pinned: room for {num_usable} tokens is left, not for this"
+            self._finish(sequence, "error", error=EngineError(text))
+        return True
 
     def _start(self, sequence: Sequence, num_computed: int) -> None:
         """Of a running sequence: so many leading tokens have their KV."""

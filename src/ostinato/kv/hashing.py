@@ -8,10 +8,10 @@ from blake3 import blake3
 
 from ostinato.types import TokenArray
 
-from .terms import NO_ORIGIN, NOBODY, Origin, tenant_id
+from .terms import NO_ORIGIN, Origin, tenant_of
 
 DIGEST_PREFIX = "b3:"
-_NAMESPACE_CONTEXT = "ostinato kv namespace v2"
+_NAMESPACE_CONTEXT = "ostinato kv namespace v1"
 
 
 def digest_bytes(*parts: bytes, context: str) -> str:
@@ -34,8 +34,8 @@ class Namespace:
 
     ``weights``, ``tokenizer`` and ``template`` are digests of content; ``kv_layout``, ``kv_dtype`` and
     ``rotary`` describe the stored bytes; ``adapter`` names a fine-tuning adapter and ``salt`` keeps callers
-    apart, both empty for none. Any text is allowed in these. ``tenant`` is the id of whoever the quota, the
-    TTL and a purge are for; left empty it is that of the salt.
+    apart, both empty for none. Any text is allowed in any field. ``tenant`` is the id of whoever quota, TTL
+    and purges are for: the salt says who.
     """
 
     weights: str
@@ -46,13 +46,12 @@ class Namespace:
     rotary: str
     adapter: str = ""
     salt: str = ""
-    tenant: str = NOBODY
+    tenant: str = field(init=False, repr=False, compare=False)
     digest: str = field(init=False, repr=False, compare=False)
     """Versioned digest of all fields: the form in which the index keys its trees."""
 
     def __post_init__(self) -> None:
-        if not self.tenant:
-            object.__setattr__(self, "tenant", tenant_id(self.salt))
+        object.__setattr__(self, "tenant", tenant_of(self.salt))
         fields = (
             self.weights,
             self.tokenizer,
@@ -62,15 +61,14 @@ class Namespace:
             self.rotary,
             self.adapter,
             self.salt,
-            self.tenant,
         )
         # A salt may come off the wire with a lone surrogate in it: it must still have exactly one encoding.
         encoded = (text.encode("utf-8", "surrogatepass") for text in fields)
         object.__setattr__(self, "digest", digest_bytes(*encoded, context=_NAMESPACE_CONTEXT))
 
-    def with_salt(self, salt: str, tenant: str = NOBODY) -> Namespace:
-        """The same namespace for another salt, of this tenant or else of the salt's own."""
-        return replace(self, salt=salt, tenant=tenant)
+    def with_salt(self, salt: str) -> Namespace:
+        """The same namespace for another salt."""
+        return replace(self, salt=salt)
 
 
 # ---------------------------------------------------------------- blocks

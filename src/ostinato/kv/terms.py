@@ -31,9 +31,22 @@ def short_id(kind: str, text: str) -> str:
     return _ID_PREFIX + blake3(data, derive_key_context=f"ostinato {kind} id v1").hexdigest(length=ID_BYTES)
 
 
-def tenant_id(salt: str) -> str:
-    """The tenant that has this salt to itself."""
-    return short_id("tenant", salt)
+def tenant_id(name: str) -> str:
+    """The tenant of this name (a salt, or whatever the salts of an API key are made of)."""
+    return short_id("tenant", name)
+
+
+def tenant_salt(tenant: str, salt: str) -> str:
+    """A salt of a tenant that has several."""
+    assert tenant != NOBODY, "nobody has salts"
+    assert is_id(tenant), "a tenant is named by its id"
+    return f"{tenant}/{salt}"
+
+
+def tenant_of(salt: str) -> str:
+    """Whose a salt is: the tenant's that ``tenant_salt`` was told, else it is a tenant by itself."""
+    tenant, slash, _ = salt.partition("/")
+    return tenant if slash and tenant and is_id(tenant) else tenant_id(salt)
 
 
 def model_id(weights: str) -> str:

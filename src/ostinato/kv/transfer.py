@@ -24,11 +24,13 @@ from ostinato.types import Plan, TokenArray
 from .hashing import NO_PARENT, BlockKey, Namespace, block_keys
 from .loading import BlockCodec, Load, Loader
 from .manager import Lease
+from .terms import NO_TERMS, Origin, Terms, model_id
 from .tiers.base import Outcome, Tier
 
 _SMOOTHING = 0.2
 _FORGIVENESS = 0.02
 _STALE_BATCH = 64
+_SWEEP_INTERVAL_S = 10.0
 STORE_BATCH = 8
 
 
@@ -152,11 +154,15 @@ class WriteBack:
             pass
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._queue or self._is_closing)
+                self._changed.wait_for(lambda: self._queue or self._is_closing, _SWEEP_INTERVAL_S)
+                is_closing = self._is_closing
                 batch = [self._queue.popleft() for _ in range(min(len(self._queue), STORE_BATCH))]
                 following = self._queue[0] if self._queue else None
             if not batch:
-                return
+                if is_closing:
+                    return
+                self._tier.drop_expired(_STALE_BATCH)
+                continue
             outcomes = self._tier.store_all([(chain[place], [buffer]) for chain, place, buffer in batch])
             for (chain, place, _), after in zip(batch, [*batch[1:], following], strict=True):
                 if after is None or after[1] != place + 1:
@@ -181,9 +187,10 @@ class WriteBack:
 class Chain:
     """The blocks of one sequence as a tier knows them: their keys, each hashed once."""
 
-    __slots__ = ("keys", "num_below")
+    __slots__ = ("keys", "num_below", "terms")
 
-    def __init__(self) -> None:
+    def __init__(self, terms: Terms = NO_TERMS) -> None:
+        self.terms = terms
         self.keys: list[BlockKey] = []
         self.num_below: int | None = None
         """How many of them are in the tier or on the way there; ``None`` before anybody looked."""
@@ -303,6 +310,8 @@ class TierLink:
         if num_full <= (chain.num_below or 0):
             return
         self._extend(chain, lease.namespace, tokens)
+        if lease.is_purged:  # seen after the keys' epoch was: what was purged since is refused by the tier
+            return
         if chain.num_below is None:
             chain.num_below = self.tier.lookup(chain.keys[:num_full]).num_hits
         for place in range(chain.num_below, num_full):
@@ -349,7 +358,9 @@ class TierLink:
         if len(tokens) - done >= self._block_size:
             stored = replace(namespace, kv_layout=f"{namespace.kv_layout} {self._codec.name}")
             parent = chain.keys[-1].hash if chain.keys else NO_PARENT
-            chain.keys += block_keys(stored, tokens[done:], self._block_size, parent=parent)
+            terms, model = chain.terms, model_id(namespace.weights)
+            origin = Origin(namespace.tenant, model, terms.prompt, terms.ttl_s, self.tier.epoch)
+            chain.keys += block_keys(stored, tokens[done:], self._block_size, parent=parent, origin=origin)
 
 
 def _buffer(size_bytes: int) -> memoryview:

@@ -184,6 +184,13 @@ class MeteredTier:
     def drop_stale(self, limit: int) -> int:
         return self._tier.drop_stale(limit)
 
+    def drop_expired(self, limit: int) -> int:
+        return self._tier.drop_expired(limit)
+
+    @property
+    def epoch(self) -> int:
+        return self._tier.epoch
+
     def close(self) -> None:
         self._tier.close()
 

@@ -56,16 +56,16 @@ class TierCounters:
     misses: dict[Miss, int] = field(default_factory=lambda: dict.fromkeys(Miss, 0))
     outcomes: dict[Outcome, int] = field(default_factory=lambda: dict.fromkeys(Outcome, 0))
     evicted: int = 0
+    given_up: int = 0  # by their own tenant, which was at its quota
+    expired: int = 0
+    purged: int = 0
     reclaimed: int = 0
     dropped_stale: int = 0
-    expired: int = 0
-    given_up: int = 0  # of ``evicted``: by their own tenant, which was at its quota
-    purged: int = 0
 
     def evictions(self) -> dict[str, int]:
         """Blocks that went, by reason."""
         return {
-            "capacity": self.evicted - self.given_up,
+            "capacity": self.evicted,
             "quota": self.given_up,
             "expired": self.expired,
             "purged": self.purged,
@@ -116,6 +116,13 @@ class Tier(Protocol):
 
     def drop_stale(self, limit: int) -> int:
         """Forgets up to ``limit`` blocks that a lower version made; returns how many."""
+
+    def drop_expired(self, limit: int) -> int:
+        """Forgets up to ``limit`` blocks whose time is up; returns how many."""
+
+    @property
+    def epoch(self) -> int:
+        """The number of the last purge that was heard of here."""
 
     def use(self) -> Use:
         """What is in it now."""

@@ -20,6 +20,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from enum import Enum
 from itertools import islice
 from math import inf
 from pathlib import Path
@@ -54,6 +55,14 @@ _GENERATION = b"generation"
 _REVOKED = 0  # the version of a record whose writer must not publish it
 _WIPE_BATCH = 8  # slots overwritten in one transaction: nobody else can take a slot meanwhile
 _NO_CHECKSUM = bytes(CHECKSUM_BYTES)
+
+
+class _Reason(Enum):
+    """Why a slot is taken from a block."""
+
+    CAPACITY = 1
+    QUOTA = 2
+    EXPIRED = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -632,9 +641,7 @@ class SharedTier:
             slot = self._take_own_slot(txn, key, tenant) if quota else None
             return Outcome.REFUSED if slot is None else slot
         for slot in islice(self._ledger.expired(txn, now_ms), _BATCH):
-            if self._vacate(txn, slot):
-                self.counters.expired += 1
-                self.counters.evicted -= 1  # it would have gone without anybody's need
+            if self._vacate(txn, slot, _Reason.EXPIRED):
                 return slot
         slot = self._take_slot(txn)
         return Outcome.FULL if slot is None else slot
@@ -651,8 +658,9 @@ class SharedTier:
             owner, candidates = self._own_candidates
             while owner == tenant and candidates:
                 slot, rank = candidates.popleft()
-                if slot not in line and self._get_rank(slot) == rank and self._vacate(txn, slot):
-                    self.counters.given_up += 1
+                if slot in line or self._get_rank(slot) != rank:
+                    continue
+                if self._vacate(txn, slot, _Reason.QUOTA):
                     return slot
             slots = np.array(self._ledger.slots(txn, tenant), np.intp)
             ranks = self._read_ranks()[1:][slots]
@@ -686,7 +694,7 @@ class SharedTier:
             self._find_candidates(txn)
         return None
 
-    def _vacate(self, txn: lmdb.Transaction, slot: int) -> bool:
+    def _vacate(self, txn: lmdb.Transaction, slot: int, reason: _Reason = _Reason.CAPACITY) -> bool:
         """Whether the slot can be had; its block is dropped then."""
         name = _get(txn, _slot_key(slot), self._slots)
         if name is None:
@@ -698,6 +706,10 @@ class SharedTier:
                 if not self._is_abandoned(record):
                     return False
                 self.counters.reclaimed += 1
+            elif reason is _Reason.EXPIRED:
+                self.counters.expired += 1
+            elif reason is _Reason.QUOTA:
+                self.counters.given_up += 1
             else:
                 self.counters.evicted += 1
         if data is not None and (record is None or record.slot == slot):
