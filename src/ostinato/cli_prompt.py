@@ -56,6 +56,10 @@ _OFFLINE = click.option("--offline", is_flag=True, default=None, help="Never ask
 _JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 
 
+_SMALL_LOG = 10
+"""In a log of so few requests, what is found once may be found in all there will be."""
+
+
 @click.group()
 def template() -> None:
     """Chat templates: what there is, what they write, whether they fit a model."""
@@ -192,19 +196,30 @@ def prompt() -> None:
 
 @prompt.command("lint")
 @click.argument("file", type=click.Path(path_type=Path, exists=True))
+@click.option(
+    "--min-requests",
+    type=click.IntRange(1),
+    help=f"Show of a log what is found in so many requests. [default: 2, of {_SMALL_LOG} or fewer 1]",
+)
 @_MODEL
 @_STORE
 @_OFFLINE
 @_JSON
 def prompt_lint(
-    file: Path, model: str | None, store: Path | None, offline: bool | None, as_json: bool
+    file: Path,
+    min_requests: int | None,
+    model: str | None,
+    store: Path | None,
+    offline: bool | None,
+    as_json: bool,
 ) -> None:
     """Find what makes prompts differ that need not.
 
     FILE is a prompt with {{variables}}, or a .toml file of named prompts: says what the places of the
     variables cost per call, and proposes an order. Or it is a log of requests (.jsonl with "messages",
-    "prompt" or "input" in every line, or a folder of such files): finds what changes in text that stays:
-    times, ids, numbers, lists, content.
+    "prompt" or "input" in every line or its "body" or "request", such as ostinato serve writes with --trace
+    and --trace-content; or a folder of such files): finds what changes in text that stays: times, ids,
+    numbers, lists, content.
     """
     from .prompt.lint import lint_requests
 
@@ -217,7 +232,13 @@ def prompt_lint(
         _lint_prompts(file, count, as_json=as_json)
         return
     files = sorted(file.rglob("*.jsonl")) if file.is_dir() else [file]
-    findings = lint_requests((text for one in files for text in _requests(one)), count)
+    requests = [text for one in files for text in _requests(one, tokenizer.decode)]
+    findings = lint_requests(requests, count)
+    least = min_requests if min_requests is not None else 2 if len(requests) > _SMALL_LOG else 1
+    findings, rare = (
+        tuple(item for item in findings if item.num_requests >= least),
+        sum(item.num_requests < least for item in findings),
+    )
     if as_json:
         click.echo(json.dumps([asdict(finding) for finding in findings], ensure_ascii=False))
         return
@@ -228,6 +249,10 @@ def prompt_lint(
         )
     if not findings:
         click.echo("Nothing changes in what stays.")
+    if rare:
+        click.echo(
+            f"{rare} more in fewer than {least} of {len(requests)} requests: --min-requests 1 shows them."
+        )
 
 
 def _lint_prompts(file: Path, count: Callable[[str], int], *, as_json: bool) -> None:
@@ -267,7 +292,7 @@ def _lint_prompts(file: Path, count: Callable[[str], int], *, as_json: bool) -> 
                 click.echo(item.content if len(advice.proposal) == 1 else f"[{item.role}]\n{item.content}\n")
 
 
-def _requests(file: Path) -> Iterator[str]:
+def _requests(file: Path, decode: Callable[[list[int]], str]) -> Iterator[str]:
     """The prompts of a log, in order, as text."""
     with file.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
@@ -277,18 +302,24 @@ def _requests(file: Path) -> Iterator[str]:
                 record = orjson.loads(line)
             except orjson.JSONDecodeError as error:
                 raise ParameterError(f"{file}, line {number}: {error}", param="file") from error
-            yield _text(record.get("body", record) if isinstance(record, dict) else None, file, number)
+            given = record if isinstance(record, dict) else {}
+            given = next(
+                (given[key] for key in ("body", "request") if isinstance(given.get(key), dict)), given
+            )
+            yield _text(given, decode, f"{file}, line {number}")
 
 
-def _text(record: Any, file: Path, number: int) -> str:
-    given = record if isinstance(record, dict) else {}
+def _text(given: dict[str, Any], decode: Callable[[list[int]], str], where: str) -> str:
     for key in ("prompt", "input"):
         if isinstance(given.get(key), str):
             return str(given[key])
+        if isinstance(given.get(key), list) and all(type(item) is int and item >= 0 for item in given[key]):
+            return decode(given[key])
     messages = given.get("messages")
     if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
+        hint = ": was it written without --trace-content?" if "hash_ids" in given else ""
         raise ParameterError(
-            f'{file}, line {number}: no "messages", "prompt" or "input" in this request', param="file"
+            f'{where}: no "messages", "prompt" or "input" in this request{hint}', param="file"
         )
     lines = [json.dumps(given["tools"])] if given.get("tools") else []
     for message in messages:

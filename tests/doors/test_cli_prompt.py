@@ -95,6 +95,31 @@ def test_lint_of_a_log(tmp_path: Path) -> None:
     assert "costs" in CliRunner().invoke(main, ["prompt", "lint", str(log)]).output
 
 
+def test_lint_of_a_log_shows_what_is_found_more_than_once(tmp_path: Path) -> None:
+    log = tmp_path / "requests.jsonl"
+    times = [f"It is 10:{minute}." for minute in range(10, 25)]
+    texts = [f"{time}\n{'Be brief and kind. ' * 20}\n{'Say no more. ' * 20}" for time in times]
+    texts[-1] = texts[-1].replace("\nSay", "\nRequest req_8f3ac91b77\nSay")
+    texts[-2] = texts[-2].replace("\nSay", "\nRequest req_01bd88aa31\nSay")
+    forms = [
+        {"prompt": texts[0]},
+        {"body": {"messages": [{"role": "user", "content": texts[1]}]}},
+        # As ostinato serve --trace --trace-content writes it, with and without a prompt of ids.
+        {"v": 1, "hash_ids": [1], "request": {"messages": [{"role": "user", "content": texts[2]}]}},
+        {"v": 1, "hash_ids": [1], "request": {"prompt": [0]}},
+        *({"input": text} for text in texts[3:]),
+    ]
+    log.write_text("".join(json.dumps(form) + "\n" for form in forms))
+    arguments = ["prompt", "lint", str(log), "--json"]
+    (finding,) = json.loads(CliRunner().invoke(main, arguments).output)
+    assert (finding["kind"], finding["num_requests"]) == ("timestamp", 14)
+    rare = json.loads(CliRunner().invoke(main, [*arguments, "--min-requests", "1"]).output)
+    assert {item["kind"] for item in rare} == {"timestamp", "id"}
+    assert "1 more in fewer than 2 of 16 requests" in CliRunner().invoke(main, arguments[:-1]).output
+    log.write_text('{"v": 1, "hash_ids": [1, 2]}\n')
+    assert "without --trace-content" in CliRunner().invoke(main, arguments).output
+
+
 @pytest.mark.parametrize("line", ["{", '{"other": 1}', "[]", '{"messages": [3]}'])
 def test_a_log_that_is_none_is_named_by_line(tmp_path: Path, line: str) -> None:
     log = tmp_path / "requests.jsonl"

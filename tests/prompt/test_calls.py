@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import pairwise
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ostinato.errors import TemplateError
 from ostinato.ports import SystemClock
 from ostinato.prompt.calls import CallSyntax, Piece, ReadCall, call_syntax
 from ostinato.prompt.formats import FORMATS
@@ -317,3 +319,31 @@ def test_what_a_template_writes_is_read_back_and_written_alike(
         tokenizer.encode_rendered(template.render(back, add_generation_prompt=False)).tolist()
         == tokenizer.encode_rendered(template.render(history, add_generation_prompt=False)).tolist()
     )
+
+
+@pytest.mark.parametrize("template", [*(named_template(name) for name in FORMATS), "QWEN", "LLAMA31"])
+@pytest.mark.parametrize(
+    "arguments", ['{"at": "\\ud800"}', '{"\\uDC00": 1}', '{"n": 1e999}', "\\ud800", '{"at": "\\u00e4"}']
+)
+def test_whatever_a_model_wrote_can_be_history(tokenizers: Tokenizers, template: Any, arguments: str) -> None:
+    if isinstance(template, str):
+        special = tuple(tokenizers("qwen" if template == "QWEN" else "llama3").special_tokens)
+        template = JinjaTemplate(
+            getattr(jinja_sources, template),
+            special_tokens=special,
+            nonce=NONCE,
+            clock=SystemClock(),
+            named_tokens={"bos_token": "<|begin_of_text|>"},
+        )
+    call = ToolCall("abcdefghi", "look", arguments)
+    messages = (
+        Message("user", "Look!"),
+        Message("assistant", tool_calls=(call,)),
+        Message("tool", "Blue.", tool_call_id=call.id),
+    )
+    try:
+        rendered = template.render(Conversation(messages, (TOOL,)))
+    except TemplateError:
+        assert call_syntax(template) is None  # it knows no tools at all
+        return
+    rendered.text.encode()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 
 from ostinato.prompt.lint import lint_prompt, lint_requests
@@ -123,3 +126,34 @@ def test_two_changes_in_one_request_are_both_found() -> None:
         for hour in (10, 11, 12)
     ]
     assert {finding.kind for finding in lint_requests(requests, words)} == {"timestamp", "uuid"}
+
+
+# ---------------------------------------------------------------- recorded requests
+
+VOLATILE = {
+    "timestamp": lambda n: f"The time is 2026-11-30T10:{10 + n}:07Z.",
+    "uuid": lambda n: f"Session {0xA1B2C3D4 + n:08x}-0000-4000-8000-1234567890ab.",
+    "id": lambda n: f"Request req_{0x8F3AC91B77 + 7919 * n:x}.",
+    "number format": lambda n: f"The budget is {('1,234.50', '1.234,50', '1 234,50')[n % 3]} in all.",
+    "order": lambda n: "Tools: " + ", ".join(("saw", "file", "plane", "hammer")[n % 4 :] + TOOLS[: n % 4]),
+}
+TOOLS = ("saw", "file", "plane", "hammer")
+
+
+@pytest.mark.parametrize("kind", VOLATILE)
+def test_what_changes_is_found_in_recorded_requests(kind: str) -> None:
+    """An agent's own prompts, in which only what was put in changes without being new."""
+    folder = Path(__file__).parents[3] / "shared" / "data" / "traces" / "agent" / "miniswe"
+    if not folder.is_dir():
+        pytest.skip("the agent traces are not here (../shared/data/traces/agent)")
+    session = min(folder.glob("*.jsonl"))
+    recorded = [json.loads(line)["input"] for line in session.read_text().splitlines()]
+    assert len(recorded) > 5
+    assert lint_requests(recorded, words) == ()
+    head = "You are an engineer and fix what is described below.\n"
+    changed = [f"{head}{VOLATILE[kind](number)}\n{request}" for number, request in enumerate(recorded)]
+    findings = [finding for finding in lint_requests(changed, words) if finding.num_requests > 1]
+    assert [finding.kind for finding in findings] == [kind]
+    assert findings[0].num_requests == len(recorded) - 1
+    # All that stayed is lost: on average the length of the shorter of two requests in a row.
+    assert findings[0].lost_tokens > 0.9 * words(recorded[0])

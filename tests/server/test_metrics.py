@@ -14,7 +14,7 @@ from ostinato.events import (
     TierLoaded,
 )
 from ostinato.observe import PrometheusObserver, exposition, new_registry
-from ostinato.types import Usage
+from ostinato.types import Trim, Usage
 from server.conftest import Running, Start
 from server.wire import chat_body
 
@@ -120,3 +120,19 @@ def test_two_servers_in_one_process_count_apart(start: Start) -> None:
     assert one.post(CHAT, chat_body("x")).status == 200
     assert scrape(one)["prompt_tokens_total"] == 2
     assert scrape(two)["prompt_tokens_total"] == 0
+
+
+def test_trimming_and_named_prompts_are_counted() -> None:
+    registry = new_registry()
+    observer = PrometheusObserver(registry)
+    trim = Trim("sticky", 100, 400, (1, 2), ())
+    observer(RequestFinished("stop", Usage(90, 60, 30, 1, trimmed=trim, prompt_name="guide")))
+    observer(RequestFinished("tool_calls", Usage(50, 10, 40, 1, prompt_name="guide")))
+    observer(RequestFinished("stop", Usage(10, 0, 10, 1)))
+    found = samples(exposition(registry)[0].decode())
+    assert found["trimmed_requests_total{strategy=sticky}"] == 1
+    assert found["trimmed_tokens_total{strategy=sticky}"] == 310
+    assert found["named_prompt_requests_total{prompt=guide}"] == 2
+    assert found["named_prompt_tokens_total{prompt=guide}"] == 140
+    assert found["named_prompt_cached_tokens_total{prompt=guide}"] == 70
+    assert found["requests_finished_total{finish_reason=tool_calls}"] == 1

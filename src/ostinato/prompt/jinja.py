@@ -229,6 +229,8 @@ class _Form:
             return arguments
         try:
             parsed = json.loads(arguments)
+            if "\\u" in arguments:  # an escape may stand for half a character, which is no text
+                json.dumps(parsed, ensure_ascii=False).encode()
         except (ValueError, RecursionError):
             return arguments
         return parsed if isinstance(parsed, dict) else arguments

@@ -88,6 +88,8 @@ def as_json(value: Any, *, indent: int | None = None) -> str:
 def arguments_json(call: ToolCall) -> str:
     """The arguments of a call as a template prints them that reads them first."""
     try:
-        return as_json(json.loads(call.arguments))
+        printed = as_json(json.loads(call.arguments))
+        printed.encode()  # an escape may stand for half a character, which is no text
     except (ValueError, RecursionError):
         return as_json(call.arguments)
+    return printed
