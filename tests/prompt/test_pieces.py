@@ -319,6 +319,10 @@ def test_what_is_remembered_for_one_tenant_is_not_looked_up_for_another(
             asked.extend(texts)
             return self._backend.encode_batch(texts, **options)
 
+        def encode_batch_fast(self, texts: list[str], **options: Any) -> Any:
+            asked.extend(texts)
+            return self._backend.encode_batch_fast(texts, **options)
+
     encoder = tokenizer._pieces
     counting = replace(encoder._backend, tokenizer=Counting(encoder._backend.tokenizer))
     encoder._backend = encoder._suffix_backend = counting

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jinja2
@@ -12,11 +13,13 @@ import jinja2.nodes
 from ..errors import TemplateError
 from ..ports import Clock
 from ..types import Conversation, Message, Rendered, Segment
+from .base import Growth
 from .conversation import ROLES
 from .identity import identity_of
 from .prefill import cut_at_end, with_end
 from .sandbox import Limits, SandboxedTemplate
 from .trust import Disguise, map_strings
+from .watched import PartedError, Turns, Watch
 
 # Part of the identity: raise it when the same template and conversation render differently than before.
 _VERSION = 1
@@ -37,6 +40,22 @@ _SCHEMA_WORDS = (
     | frozenset({"anyOf", "oneOf", "allOf", "not", "title", "format", "nullable", "$ref", "$defs"})
     | frozenset({"object", "array", "string", "number", "integer", "boolean", "null"})
 )
+
+
+@dataclass(frozen=True, slots=True)
+class _Stand:
+    """Where a rendering can be gone on from.
+
+    ``before`` is the text before the loop; ``carry``, the settled turns' text after the last settled marker,
+    ``num_chars`` the length of all settled text. ``messages`` and ``tools`` are in disguise.
+    """
+
+    turns: Turns
+    before: str
+    carry: str
+    num_chars: int
+    messages: list[dict[str, Any]]
+    tools: list[Any]
 
 
 class JinjaTemplate:
@@ -75,7 +94,7 @@ class JinjaTemplate:
         self.roles: Sequence[str] = ROLES
         self._fixed = {**(named_tokens or {}), **(variables or {})}
         self._disguise = Disguise(special_tokens, nonce)
-        limits = limits or Limits()
+        self._limits = limits = limits or Limits()
         self._plain_form = _Form(source, clock, limits, self._disguise)
         self._tool_form = (
             self._plain_form if tool_source is None else _Form(tool_source, clock, limits, self._disguise)
@@ -119,25 +138,101 @@ class JinjaTemplate:
             seen = _disguised(messages, tools, lightly)
 
         def render(seen: tuple[list[dict[str, Any]], list[Any]]) -> tuple[Segment, ...]:
-            seen_messages, seen_tools = seen
-            variables = {
-                **self._fixed,
-                "messages": seen_messages,
-                "tools": seen_tools or None,
-                "documents": None,
-                "add_generation_prompt": add_generation_prompt,
-            }
+            variables = self._variables(*seen, add_generation_prompt)
             return self._disguise.split(form.template.render(variables), escape)
 
         segments = render(seen)
-        suspects = [
+        if suspects := self._suspects(form, texts):
+            self._prove(segments, lambda hide: render(_disguised(messages, tools, hide)), suspects, escape)
+        return Rendered(cut_at_end(segments) if continue_final_message else segments)
+
+    def render_on(self, conversation: Conversation, state: object | None) -> Growth:
+        """:meth:`render` with a generation prompt; goes on from an earlier one where nothing before differs.
+
+        Raises:
+            TemplateError: as :meth:`render` would.
+        """
+        assert state is None or isinstance(state, _Stand), "a state of another template"
+        form = self._tool_form if conversation.tools else self._plain_form
+        if form.template.reach is None:
+            return Growth(self.render(conversation).segments)
+        form.check(conversation)
+        escape = self._disguise.escape_for(())
+        texts: list[str] = []
+
+        def lightly(text: str) -> str:
+            texts.append(text)
+            return self._disguise.light(text, escape)
+
+        known = () if state is None else state.messages
+        messages, tools = _disguised(
+            [form.message(message) for message in conversation.messages[len(known) :]],
+            [_plain(tool) for tool in conversation.tools] if state is None else [],
+            lightly,
+        )
+        # What needs a proof, or another escape, is rare, and not worth remembering.
+        if any(escape in text for text in texts) or self._suspects(form, texts):
+            return Growth(self.render(conversation).segments)
+        messages, tools = [*known, *messages], tools if state is None else state.tools
+        try:
+            try:
+                return self._grow(form, messages, tools, state)
+            except PartedError:
+                return self._grow(form, messages, tools, None)
+        except (PartedError, TemplateError):
+            # The marks count in the limits: what holds is what happens without them.
+            return Growth(self.render(conversation).segments)
+
+    def _grow(
+        self, form: _Form, messages: list[dict[str, Any]], tools: list[Any], since: _Stand | None
+    ) -> Growth:
+        template, mark, escape = form.template, self._disguise.mark(), self._disguise.escape_for(())
+        assert template.reach is not None, "only what can be watched grows"
+        watch = Watch(mark, messages, template.reach, None if since is None else since.turns)
+        parts = template.render_watched(self._variables(messages, tools, True), watch).split(mark)
+        assert len(parts) == watch.num_marks + 1, "a template lost marks"
+        if watch.num_marks == 0:  # there are branches without the loop
+            return Growth(self._disguise.split(parts[0], escape))
+        before, turns, after = parts[0], parts[2:-1], parts[-1]
+        carry, num_chars, num_before = before, len(before), 0
+        if since is not None:
+            if before != since.before:
+                raise PartedError
+            carry, num_chars, num_before = since.carry, since.num_chars, since.turns.count
+        if num_chars + sum(map(len, turns)) + len(after) > self._limits.max_chars:
+            raise PartedError
+        settled = watch.settled
+        count = 0 if settled is None else settled.count - num_before
+        fixed = "" if settled is None else carry + "".join(turns[:count])
+        rest = "".join(turns[count:]) + after if settled is not None else carry + "".join(turns) + after
+        end = self._disguise.settled_end(fixed)
+        head = self._disguise.split(fixed[:end], escape)
+        segments = (*head, *self._disguise.split(fixed[end:] + rest, escape))
+        if settled is None:
+            return Growth(segments, since is not None)
+        num_chars += sum(map(len, turns[:count]))
+        # The turns that are not settled run again, but those before may have looked at their messages.
+        stand = _Stand(settled, before, fixed[end:], num_chars, messages, tools)
+        return Growth(segments, since is not None, len(head), stand)
+
+    def _suspects(self, form: _Form, texts: list[str]) -> list[str]:
+        """The texts that need a proof."""
+        return [
             text
             for text in dict.fromkeys(texts)
             if self._disguise.is_suspect(text, is_cut=form.cuts_text, is_wrapped=form.leads_into_token)
         ]
-        if suspects:
-            self._prove(segments, lambda hide: render(_disguised(messages, tools, hide)), suspects, escape)
-        return Rendered(cut_at_end(segments) if continue_final_message else segments)
+
+    def _variables(
+        self, messages: list[dict[str, Any]], tools: list[Any], add_generation_prompt: bool
+    ) -> dict[str, Any]:
+        return {
+            **self._fixed,
+            "messages": messages,
+            "tools": tools or None,
+            "documents": None,
+            "add_generation_prompt": add_generation_prompt,
+        }
 
     def _prove(
         self,

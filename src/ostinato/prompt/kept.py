@@ -14,6 +14,7 @@ import numpy as np
 
 from ..types import Rendered, TokenArray
 from .memo import PieceMemo
+from .pieces import NO_NEIGHBOUR
 from .tokens import HFTokenizer
 
 
@@ -55,6 +56,9 @@ class KeptAnswers:
         Raises:
             TemplateError: a marker is not a token of this model.
         """
-        return self._tokenizer.encode_runs(
-            rendered, lambda left, text: self._answers.get((f"{scope}\0{left}", text, "")), scope=scope
-        )
+        return self._tokenizer.encode_after(
+            NO_NEIGHBOUR,
+            rendered.segments,
+            known=lambda left, text: self._answers.get((f"{scope}\0{left}", text, "")),
+            scope=scope,
+        ).ids

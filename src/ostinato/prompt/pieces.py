@@ -142,7 +142,9 @@ class PieceEncoder:
     def _plain_ids(self, left: str, text: str, right: str) -> list[int]:
         backend = self._backend_for(text)
         before, after = backend.stand_ins.get(left, ""), backend.stand_ins.get(right, "")
-        ids: list[int] = _encoded(backend.tokenizer, before + text + after).ids
+        # Without the characters of each token it is a fifth faster; only a batch can be had without.
+        (encoding,) = backend.tokenizer.encode_batch_fast([before + text + after], add_special_tokens=False)
+        ids: list[int] = encoding.ids
         ids = ids[self._edge(ids, before, after)]
         if self._guarded.isdisjoint(ids):
             return ids

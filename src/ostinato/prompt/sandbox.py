@@ -26,6 +26,7 @@ from jinja2.visitor import NodeTransformer
 
 from ..errors import TemplateError
 from ..ports import Clock, local_strftime
+from .watched import INSERTED, Inserted, Watch, watch_loop, watched
 
 # Widths and counts above this serve no prompt, and make small programs build large things.
 _MAX_COUNT = 100_000
@@ -117,6 +118,8 @@ class SandboxedTemplate:
         clock: for ``strftime_now`` and for the time limit.
         limits: what one rendering may take.
 
+    ``reach`` is a number where its loop over the messages can be watched (:func:`watch_loop`).
+
     Raises:
         TemplateError: the text is not a Jinja template.
     """
@@ -124,16 +127,22 @@ class SandboxedTemplate:
     def __init__(self, source: str, *, clock: Clock, limits: Limits) -> None:
         self._clock = clock
         self._limits = limits
-        environment = _Environment(clock)
+        self._environment = _Environment(clock)
         try:
-            tree = environment.parse(source)
-            self.tree = environment.parse(source)
-            code = self._bounded(lambda: environment.compile(_Meter(environment).visit(tree)))
+            self.tree = self._environment.parse(source)
+            self._template = self._compiled(self._environment.parse(source))
+            watched_tree = self._environment.parse(source)
+            self.reach = watch_loop(watched_tree, self._environment)
+            self._watched = None if self.reach is None else self._compiled(watched_tree)
         except jinja2.TemplateSyntaxError as error:
             raise TemplateError(
                 f"the chat template is not valid Jinja: {error.message} (line {error.lineno})"
             ) from error
-        self._template = jinja2.Template.from_code(environment, code, environment.make_globals(None))
+
+    def _compiled(self, tree: jinja2.nodes.Template) -> jinja2.Template:
+        environment = self._environment
+        code = self._bounded(lambda: environment.compile(_Meter(environment).visit(tree)))
+        return jinja2.Template.from_code(environment, code, environment.make_globals(None))
 
     def render(self, variables: Mapping[str, Any]) -> str:
         """The template's text for ``variables``, which must be made of JSON types.
@@ -141,8 +150,27 @@ class SandboxedTemplate:
         Raises:
             TemplateError: the template refuses, fails, or goes beyond the limits.
         """
+        return self._guarded(lambda: self._template.render(variables))
+
+    def render_watched(self, variables: Mapping[str, Any], watch: Watch) -> str:
+        """The same with marks, and from where ``watch`` says; only where ``reach`` is a number.
+
+        Raises:
+            PartedError: it cannot go on from there.
+            TemplateError: as above.
+        """
+        template = self._watched
+        assert template is not None, "this template has no loop to watch"
+
+        def render() -> str:
+            watch.allowance = _allowance.get()
+            return watched(watch, lambda: template.render(variables))
+
+        return self._guarded(render)
+
+    def _guarded(self, render: Callable[[], str]) -> str:
         try:
-            text: str = self._bounded(lambda: self._template.render(variables))
+            text: str = self._bounded(render)
         except jinja2.TemplateError as error:
             raise TemplateError(f"the chat template refuses this conversation: {error.message}") from error
         except RecursionError as error:
@@ -327,6 +355,8 @@ class _Environment(ImmutableSandboxedEnvironment):
             optimized=False,
             finalize=_finalize,
         )
+        for name, function in INSERTED.items():  # reached by the nodes we insert, by no template text
+            setattr(self, name, function)
         self.globals["raise_exception"] = _raise_exception
         self.globals["strftime_now"] = lambda format_text: local_strftime(clock.now(), format_text)
         self.globals["dict"] = _Dict()
@@ -358,6 +388,8 @@ class _Environment(ImmutableSandboxedEnvironment):
     def call(self, context: jinja2.runtime.Context, obj: Any, /, *args: Any, **kwargs: Any) -> Any:
         if obj is _tick:
             return _tick()
+        if type(obj) is Inserted:
+            return obj(*args)
         # The sandbox wraps str.format, and functools keeps what it wrapped.
         name, function = getattr(obj, "__name__", ""), getattr(obj, "__wrapped__", obj)
         subject = getattr(function, "__self__", None)

@@ -13,7 +13,7 @@ from blake3 import blake3
 
 from ..errors import TemplateError
 from ..ports import TextStream
-from ..types import Rendered, TokenArray
+from ..types import Rendered, Segment, TokenArray
 from .pieces import NO_NEIGHBOUR, STRIPPING_LEFT, PieceEncoder, kind_of
 from .token_text import TokenText
 from .tokenizer_files import TokenizerFiles, read_tokenizer_files
@@ -30,8 +30,18 @@ class SpannedTokens:
     segments: TokenArray
 
 
+class MarkedTokens(NamedTuple):
+    """Ids, and for every marker among them the number of segments and of ids up to its end, and its kind."""
+
+    ids: TokenArray
+    ends: list[tuple[int, int, str]]
+
+
 class Run(NamedTuple):
-    """A marker, or the text of the segments from ``first`` to ``stop`` between markers of two kinds."""
+    """A marker, or the text of the segments from ``first`` to ``stop`` between markers of two kinds.
+
+    For a marker ``right`` is its own kind.
+    """
 
     text: str
     first: int
@@ -122,35 +132,45 @@ class HFTokenizer:
         Raises:
             TemplateError: a marker is not a token of this model.
         """
-        return self.encode_runs(rendered, None, scope=scope)
+        return self.encode_after(NO_NEIGHBOUR, rendered.segments, scope=scope).ids
 
-    def encode_runs(
+    def encode_after(
         self,
-        rendered: Rendered,
-        known: Callable[[str, str], TokenArray | None] | None,
+        left: str,
+        segments: Sequence[Segment],
         *,
+        known: Callable[[str, str], TokenArray | None] | None = None,
         scope: str = "",
-    ) -> TokenArray:
-        """:meth:`encode_rendered`, but with the ids that ``known`` has for a text after a marker.
+    ) -> MarkedTokens:
+        """The ids of segments that stand after a marker of the kind ``left``, or at the beginning (``""``).
 
-        ``known(kind, text)`` is asked for every text between two markers, with the kind of the first.
+        ``known(kind, text)`` may give the ids of a text after a marker of that kind instead; it is asked for
+        every text between two markers.
+
+        Raises:
+            TemplateError: a marker is not a token of this model.
         """
         parts = [np.zeros(0, dtype=np.int32)]
-        for run in self._runs(rendered):
+        ends: list[tuple[int, int, str]] = []
+        count = 0
+        for run in self._runs(segments, left):
             if run.is_marker:
                 parts.append(self._marker_ids[run.text])
+                count += 1
+                ends.append((run.stop, count, run.right))
                 continue
             ids = known(run.left, run.text) if known is not None and not run.loses_end else None
             if ids is None:
                 ids = self._pieces.encode(run.left, run.text, run.right, scope=scope)
             parts.append(ids)
-        return np.concatenate(parts)
+            count += len(ids)
+        return MarkedTokens(np.concatenate(parts), ends)
 
     def tail(self, rendered: Rendered, *, scope: str = "") -> Tail:
         """The text after a prompt's last marker: what is generated goes on from there."""
         last = Run("", 0, 0)
-        for run in self._runs(rendered):
-            last = Run("", 0, 0, left=self._marker_kinds[run.text]) if run.is_marker else run
+        for run in self._runs(rendered.segments):
+            last = Run("", 0, 0, left=run.right) if run.is_marker else run
         ids = self._pieces.encode(last.left, last.text, NO_NEIGHBOUR, scope=scope)
         return Tail(last.left, last.text, ids)
 
@@ -161,7 +181,7 @@ class HFTokenizer:
             TemplateError: a marker is not a token of this model.
         """
         ids, segments = [np.zeros(0, dtype=np.int32)], [np.zeros(0, dtype=np.int32)]
-        for run in self._runs(rendered):
+        for run in self._runs(rendered.segments):
             if run.is_marker:
                 ids.append(self._marker_ids[run.text])
                 segments.append(np.array([run.first], dtype=np.int32))
@@ -176,11 +196,10 @@ class HFTokenizer:
             )
         return SpannedTokens(np.concatenate(ids), np.concatenate(segments))
 
-    def _runs(self, rendered: Rendered) -> Iterator[Run]:
+    def _runs(self, segments: Sequence[Segment], left: str = NO_NEIGHBOUR) -> Iterator[Run]:
         """The markers of a prompt, and the text between them, segments beside each other as one."""
-        left = NO_NEIGHBOUR
         first, texts = 0, list[str]()
-        for index, segment in enumerate(rendered.segments):
+        for index, segment in enumerate(segments):
             if not segment.is_marker:
                 texts.append(segment.text)
                 continue
@@ -192,10 +211,10 @@ class HFTokenizer:
                 )
             if text := "".join(texts):
                 yield Run(text, first, index, left, right)
-            yield Run(segment.text, index, index + 1, is_marker=True)
+            yield Run(segment.text, index, index + 1, left, right, is_marker=True)
             left, first, texts = right, index + 1, []
         if text := "".join(texts):
-            yield Run(text, first, len(rendered.segments), left, NO_NEIGHBOUR)
+            yield Run(text, first, len(segments), left, NO_NEIGHBOUR)
 
     # ------------------------------------------------------------ tokens to text
 

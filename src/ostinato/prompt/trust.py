@@ -52,6 +52,9 @@ class Disguise:
         self._beginnings = sorted({token[:2] for token in lowered})
         self._prefixes = frozenset(token[:end] for token in lowered for end in range(1, len(token)))
         self._suffixes = frozenset(token[start:] for token in lowered for start in range(1, len(token)))
+        self._beginnings_of_tokens = frozenset(
+            token[:end] for token in self._tokens for end in range(1, len(token))
+        )
         self._prefix_ends = frozenset(prefix[-1] for prefix in self._prefixes)
         self._suffix_starts = frozenset(suffix[0] for suffix in self._suffixes)
         self._max_fragment = max((len(token) - 1 for token in lowered), default=0)
@@ -176,6 +179,28 @@ class Disguise:
         if text := _clean(rendered[end:], escape if is_escaped else ""):
             segments.append(Segment(text))
         return tuple(segments)
+
+    def settled_end(self, rendered: str) -> int:
+        """Where the last marker ends that is one in every text that begins with ``rendered``; 0 for none."""
+        last = len(rendered)
+        undecided = next(
+            (
+                start
+                for start in range(max(0, last - self._max_fragment), last)
+                if rendered[start:] in self._beginnings_of_tokens
+            ),
+            last,
+        )
+        end = 0
+        for match in self._markers.finditer(rendered):
+            if match.start() >= undecided:
+                break
+            end = match.end()
+        return end
+
+    def mark(self) -> str:
+        """What stands for a border in a rendering; in no text but by a guess, and in no special token."""
+        return f"{self._fillers[0]}{self._escape(0)}{self._fillers[0]}"
 
 
 def refuse_special_tokens(conversation: Conversation, special_tokens: Collection[str]) -> None:

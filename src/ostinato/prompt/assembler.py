@@ -1,0 +1,244 @@
+"""From conversations to token ids, going on from where an earlier prompt of the same conversation ended.
+
+A request brings the whole history every time, and nearly all of it was here before. What is remembered of a
+prompt is its messages, and the ids of what is settled in it: what every longer prompt begins with, up to a
+marker, because what stands between two markers is tokenized by itself. A template that can go on from an
+earlier rendering (:class:`~ostinato.prompt.base.GrowingTemplate`) renders only what is new; any other renders
+everything, and of its segments those that are as before are not tokenized again. Either way the ids are those
+of rendering and tokenizing everything.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+import orjson
+
+from ..types import Conversation, Message, Segment, TokenArray
+from .base import GrowingTemplate, Growth, Template
+from .conversation import validate
+from .pieces import NO_NEIGHBOUR
+from .tokens import HFTokenizer, MarkedTokens
+
+# What a remembered message, segment and prompt cost besides text and ids: objects and table entries.
+_MESSAGE_BYTES = 600
+_SEGMENT_BYTES = 200
+_PROMPT_BYTES = 1_000
+
+# What a conversation is besides its messages: the scope, and the tools as JSON.
+_Root: TypeAlias = tuple[str, bytes]
+
+
+class _Known(NamedTuple):
+    """What is remembered of a prompt.
+
+    Of templates that grow: the settled ``ids``, the kind of the marker they end with, and the ``state`` to go
+    on from. Of others: all ``ids`` and ``segments``, and where the markers end. ``before`` is the key of what
+    it grew out of.
+    """
+
+    root: _Root
+    messages: tuple[Message, ...]
+    ids: TokenArray
+    left: str
+    state: object | None
+    segments: tuple[Segment, ...]
+    ends: list[tuple[int, int, str]]
+    text_bytes: int
+    before: int | None
+
+    @property
+    def size_bytes(self) -> int:
+        objects = len(self.messages) * _MESSAGE_BYTES + len(self.segments) * _SEGMENT_BYTES
+        return _PROMPT_BYTES + objects + self.text_bytes + self.ids.nbytes
+
+
+class _Made(NamedTuple):
+    """The ids of a prompt.
+
+    ``ends`` says of the markers among the rendering's segments how many segments and ids end with them, and
+    their kind. ``count`` ids, up to a marker of the kind ``left``, stand before all of these segments.
+    """
+
+    ids: TokenArray
+    ends: list[tuple[int, int, str]]
+    count: int = 0
+    left: str = NO_NEIGHBOUR
+
+
+class Assembler:
+    """Makes the prompts of one model; safe to use from several threads.
+
+    Args:
+        template: what renders them.
+        tokenizer: what makes ids of them.
+        capacity_bytes: what the memory of earlier prompts may take; with 0 nothing is remembered.
+    """
+
+    def __init__(
+        self, template: Template, tokenizer: HFTokenizer, *, capacity_bytes: int = 64 * 1024 * 1024
+    ) -> None:
+        self._template = template
+        self._growing = template if isinstance(template, GrowingTemplate) else None
+        self._tokenizer = tokenizer
+        self._capacity_bytes = capacity_bytes
+        self._size_bytes = 0
+        self._prompts: OrderedDict[int, _Known] = OrderedDict()
+        self._lock = threading.Lock()
+
+    @property
+    def size_bytes(self) -> int:
+        return self._size_bytes
+
+    def __len__(self) -> int:
+        return len(self._prompts)
+
+    def tokens(self, conversation: Conversation, *, scope: str = "") -> TokenArray:
+        """Check, render and tokenize; the ids of a complete prompt, ready for the answer to follow.
+
+        ``scope`` keeps what is remembered apart: a tenant's salt.
+
+        Raises:
+            ConversationError: a message breaks a rule; ``index`` says which.
+            ParameterError: a tool is not a function in OpenAI's form.
+            TemplateError: the template refuses the conversation.
+        """
+        validate(conversation, roles=self._template.roles)
+        root = _root(conversation, scope)
+        keys = [] if root is None else list(_keys(root, conversation.messages))
+        found, known = self._find(root, conversation.messages, keys)
+        growth = self._render(conversation, known)
+        made = self._encode(growth, known, scope)
+        if root is not None:
+            self._remember(root, conversation.messages, keys, growth, made, found, known)
+        return made.ids
+
+    def _render(self, conversation: Conversation, known: _Known | None) -> Growth:
+        if self._growing is None:
+            return Growth(self._template.render(conversation).segments)
+        return self._growing.render_on(conversation, None if known is None else known.state)
+
+    def _encode(self, growth: Growth, known: _Known | None, scope: str) -> _Made:
+        segments = growth.segments
+        if known is not None and growth.goes_on:
+            after = self._tokenizer.encode_after(known.left, segments, scope=scope)
+            ids, ends = _joined(known.ids, after, 0)
+            return _Made(ids, ends, len(known.ids), known.left)
+        num_alike = 0 if known is None else _num_alike(known.segments, segments)
+        if known is None or num_alike == 0:
+            return _Made(*self._tokenizer.encode_after(NO_NEIGHBOUR, segments, scope=scope))
+        alike = [end for end in known.ends if end[0] <= num_alike]
+        stop, count, left = alike[-1] if alike else (0, 0, NO_NEIGHBOUR)
+        after = self._tokenizer.encode_after(left, segments[stop:], scope=scope)
+        ids, ends = _joined(known.ids[:count], after, stop)
+        return _Made(ids, alike + ends)
+
+    # ------------------------------------------------------------ memory
+
+    def _find(
+        self, root: _Root | None, messages: tuple[Message, ...], keys: list[int]
+    ) -> tuple[int | None, _Known | None]:
+        """What is known of the longest beginning of a conversation, and its key."""
+        with self._lock:
+            for count in range(len(keys), 0, -1):
+                known = self._prompts.get(keys[count - 1])
+                # A key is a mere hash, so what it stands for is compared.
+                if known is not None and known.root == root and known.messages == messages[:count]:
+                    self._prompts.move_to_end(keys[count - 1])
+                    return keys[count - 1], known
+        return None, None
+
+    def _remember(
+        self,
+        root: _Root,
+        messages: tuple[Message, ...],
+        keys: list[int],
+        growth: Growth,
+        made: _Made,
+        found: int | None,
+        known: _Known | None,
+    ) -> None:
+        ids, left, segments, ends = made.ids, NO_NEIGHBOUR, growth.segments, made.ends
+        if growth.state is not None:
+            count, left = made.count, made.left
+            if growth.num_settled:
+                _, count, left = next(end for end in ends if end[0] == growth.num_settled)
+            ids, segments, ends = ids[:count], (), []
+        elif growth.goes_on:
+            return  # the earlier place is the better one to go on from
+        ids = ids.copy()  # the caller's own may change
+        ids.flags.writeable = False
+        num_old, text_bytes = (0, 0) if known is None else (len(known.messages), known.text_bytes)
+        if known is not None:  # the same texts, but one set of objects
+            messages = known.messages + messages[num_old:]
+        text_bytes += sum(map(_text_bytes, messages[num_old:]))
+        self._put(
+            keys[len(messages) - 1],
+            _Known(root, messages, ids, left, growth.state, segments, ends, text_bytes, found),
+        )
+
+    def _put(self, key: int, prompt: _Known) -> None:
+        if prompt.size_bytes > self._capacity_bytes // 4:  # one giant must not push out everything else
+            return
+        with self._lock:
+            if key in self._prompts:
+                return
+            self._prompts[key] = prompt
+            self._size_bytes += prompt.size_bytes
+            # Of one conversation the last two places are kept: an answer may be asked for again.
+            parent = None if prompt.before is None else self._prompts.get(prompt.before)
+            if parent is not None and parent.before is not None:
+                self._forget(parent.before)
+            while self._size_bytes > self._capacity_bytes:
+                self._forget(next(iter(self._prompts)))
+
+    def _forget(self, key: int) -> None:
+        old = self._prompts.pop(key, None)
+        if old is not None:
+            self._size_bytes -= old.size_bytes
+
+
+def _root(conversation: Conversation, scope: str) -> _Root | None:
+    """``None`` for tools that are no JSON a digest could be made of; then nothing is remembered."""
+    if not conversation.tools:
+        return scope, b""
+    try:
+        return scope, orjson.dumps(conversation.tools, default=dict)
+    except TypeError:
+        return None
+
+
+def _keys(root: _Root, messages: tuple[Message, ...]) -> Iterator[int]:
+    """A key for every beginning of a conversation."""
+    key = hash(root)
+    for message in messages:
+        key = hash((key, message))
+        yield key
+
+
+def _joined(
+    before: TokenArray, after: MarkedTokens, num_segments: int
+) -> tuple[TokenArray, list[tuple[int, int, str]]]:
+    """Both as one, with the ends as they are behind ``num_segments`` and the ids ``before``."""
+    ends = [(num_segments + stop, len(before) + count, kind) for stop, count, kind in after.ends]
+    return np.concatenate([before, after.ids]), ends
+
+
+def _num_alike(first: Sequence[Segment], second: Sequence[Segment]) -> int:
+    """How many segments two prompts begin with that make the same tokens."""
+    count = 0
+    for one, other in zip(first, second, strict=False):
+        if one is not other and (one.text != other.text or one.is_marker is not other.is_marker):
+            break
+        count += 1
+    return count
+
+
+def _text_bytes(message: Message) -> int:
+    texts = [message.content, message.reasoning]
+    texts += [call.arguments for call in message.tool_calls]
+    return sum(len(text) if text.isascii() else 4 * len(text) for text in texts)
