@@ -14,9 +14,11 @@ from .kv.hashing import Namespace
 from .ports import Tokenizer
 from .prompt.calls import CallSyntax, call_syntax
 from .prompt.conversation import validate
+from .prompt.growing import GrowingPrompts
 from .prompt.registry import PromptRegistry
 from .prompt.rules import CustomRole, MessageRules, RuledTemplate
 from .prompt.template import Template
+from .prompt.tokens import HFTokenizer
 from .prompt.trimming import Trimmed, Trimmer
 from .prompt.unrendered import unrendered
 from .types import (
@@ -44,6 +46,7 @@ def tokenize_conversation(
 ) -> TokenArray:
     """Check, render and tokenise; the tokens of a complete prompt, ready for the answer to follow.
 
+    All of it, every time: :class:`~ostinato.prompt.growing.GrowingPrompts` goes on from earlier prompts.
     ``scope`` keeps what the tokenizer remembers apart: a tenant's salt.
     """
     validate(conversation, roles=template.roles)
@@ -87,12 +90,14 @@ class _Writing:
     template: Template | None
     namespace: Namespace
     syntax: CallSyntax | None
+    prompts: GrowingPrompts | None
 
     @classmethod
-    def of(cls, template: Template | None, namespace: Namespace) -> _Writing:
-        identity = "" if template is None else template.identity
-        syntax = None if template is None else call_syntax(template)
-        return cls(template, replace(namespace, template=identity), syntax)
+    def of(cls, template: Template | None, namespace: Namespace, tokenizer: HFTokenizer) -> _Writing:
+        if template is None:
+            return cls(None, replace(namespace, template=""), None, None)
+        namespace = replace(namespace, template=template.identity)
+        return cls(template, namespace, call_syntax(template), GrowingPrompts(template, tokenizer))
 
 
 class Assembler:
@@ -109,7 +114,7 @@ class Assembler:
 
     def __init__(
         self,
-        tokenizer: Tokenizer,
+        tokenizer: HFTokenizer,
         template: Template | None,
         namespace: Namespace,
         *,
@@ -155,7 +160,7 @@ class Assembler:
         template = self._own_template
         if template is not None and rules != MessageRules():
             template = RuledTemplate(template, rules)
-        return _Writing.of(template, namespace)
+        return _Writing.of(template, namespace, self._tokenizer)
 
     def assemble(self, request: GenerationRequest, max_model_len: int) -> Assembled:
         """The tokens of a request's prompt; at least one, and as many as they are.
@@ -176,7 +181,7 @@ class Assembler:
                 "this model has no chat template: choose one when it is loaded, or send a text prompt"
             )
         given = self._with_named(prompt, request.named_prompt, writing.template)
-        conversation, tokens, trimmed = self._within_budget(given, request, writing.template, max_model_len)
+        conversation, tokens, trimmed = self._within_budget(given, request, writing, max_model_len)
         left_out = unrendered(
             conversation, writing.template, continue_final_message=request.continue_final_message
         )
@@ -211,25 +216,34 @@ class Assembler:
         return replace(conversation, messages=(*first, *conversation.messages))
 
     def _within_budget(
-        self, given: Conversation, request: GenerationRequest, template: Template, max_model_len: int
+        self, given: Conversation, request: GenerationRequest, writing: _Writing, max_model_len: int
     ) -> tuple[Conversation, TokenArray, Trimmed | None]:
         """What is left of the conversation, its tokens, and the trimming if there was any."""
         goes_on, salt = request.continue_final_message, request.salt
         rules = self._rules(request, max_model_len)
         pinned = _pinned(request.pinned, given, request.prompt)
-        tokens = tokenize_conversation(
-            given, self._tokenizer, template, scope=salt, continue_final_message=goes_on
-        )
+        tokens = self._tokens(given, writing, salt, goes_on)
         assert rules.budget_tokens is not None, "rules of a request have a budget"
         if rules.strategy == "off" or len(tokens) <= rules.budget_tokens:
             return given, tokens, None
-        trimmer = Trimmer(template, self._tokenizer, rules)
+        assert writing.template is not None, "without a template nothing could be trimmed"
+        trimmer = Trimmer(writing.template, self._tokenizer, rules)
         trimmed = trimmer.trim(given, pinned=pinned, scope=salt, continue_final_message=goes_on)
-        tokens = tokenize_conversation(
-            trimmed.conversation, self._tokenizer, template, scope=salt, continue_final_message=goes_on
-        )
+        tokens = self._tokens(trimmed.conversation, writing, salt, goes_on)
         assert len(tokens) == trimmed.num_tokens, "a trimmed prompt has another length than was counted"
         return trimmed.conversation, tokens, trimmed
+
+    def _tokens(
+        self, conversation: Conversation, writing: _Writing, salt: str, continue_final_message: bool
+    ) -> TokenArray:
+        template, prompts = writing.template, writing.prompts
+        assert template is not None, "there is no template"
+        assert prompts is not None, "a template without prompts"
+        if not continue_final_message:
+            return prompts.tokens(conversation, scope=salt)
+        return tokenize_conversation(
+            conversation, self._tokenizer, template, scope=salt, continue_final_message=True
+        )
 
     def _rules(self, request: GenerationRequest, max_model_len: int) -> TrimRules:
         """The request's rules, or the operator's, with a budget in tokens that leaves room for the answer."""

@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeAlias
 
 from ..errors import ConversationError, ParameterError
 from ..types import Conversation, Message, Rendered
-from .base import Template
+from .base import GrowingTemplate, Growth, Template
 from .conversation import ROLES
 from .identity import identity_of
 
@@ -186,6 +186,14 @@ def _is_plain(message: Message) -> bool:
     return not message.tool_calls and message.name is None and not message.reasoning
 
 
+@dataclass(frozen=True, slots=True)
+class _RuledState:
+    """The messages as the rules made them, and what the template can go on from."""
+
+    messages: tuple[Message, ...]
+    inner: object
+
+
 class RuledTemplate:
     """A template with rules before it."""
 
@@ -223,3 +231,24 @@ class RuledTemplate:
                 for segment in rendered.segments
             )
         )
+
+    def render_on(self, conversation: Conversation, state: object | None) -> Growth:
+        """:meth:`render` with a generation prompt; goes on where the rules leave earlier messages as they
+        were, and the template can.
+
+        Raises:
+            ConversationError: a rule refuses the conversation.
+            TemplateError: the template does.
+        """
+        ruled, _ = self._rules.apply(conversation)
+        if not isinstance(self._template, GrowingTemplate):
+            return Growth(self._template.render(ruled).segments)
+        inner = None
+        if state is not None:
+            assert isinstance(state, _RuledState), "a state of another template"
+            if ruled.messages[: len(state.messages)] == state.messages:
+                inner = state.inner
+        growth = self._template.render_on(ruled, inner)
+        if growth.state is None:
+            return growth
+        return replace(growth, state=_RuledState(ruled.messages, growth.state))

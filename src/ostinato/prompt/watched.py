@@ -264,8 +264,9 @@ def watch_loop(tree: jinja2.nodes.Template, environment: jinja2.Environment) -> 
         loop.body = [body.visit(node) for node in loop.body]
     except _UnwatchableError:
         return None
+    source: Any = loop.iter
     values: list[jinja2.nodes.Expr] = [jinja2.nodes.Name(each, "load") for each in sorted(visible)]
-    loop.iter = body.call("watch_enter", [loop.iter, *values])
+    loop.iter = body.call("watch_enter", [source, *values])
     loop.body.insert(0, body.output("watch_step"))
     place = next(number for number, node in enumerate(beside) if node is loop)
     beside[place : place + 1] = [body.output("watch_before"), loop, body.output("watch_leave")]

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from ostinato.errors import ConversationError, OstinatoError, TemplateError
 from ostinato.ports import SystemClock
-from ostinato.prompt.assembler import Assembler
 from ostinato.prompt.base import Growth, Template
 from ostinato.prompt.conversation import conversation_from_dicts
 from ostinato.prompt.formats import FORMATS
+from ostinato.prompt.growing import GrowingPrompts
 from ostinato.prompt.rules import MessageRules, RuledTemplate
 from ostinato.prompt.template import JinjaTemplate, Limits, chatml, named_template
 from ostinato.prompt.tokens import HFTokenizer
@@ -64,10 +64,10 @@ def outcome(make: Callable[[], Any]) -> Any:
 
 
 def check_growing(template: Template, tokenizer: HFTokenizer, talks: list[Conversation]) -> None:
-    assembler = Assembler(template, tokenizer)
+    prompts = GrowingPrompts(template, tokenizer)
     for talk in talks:
         expected = outcome(lambda talk=talk: whole(template, tokenizer, talk))
-        assert outcome(lambda talk=talk: assembler.tokens(talk).tolist()) == expected
+        assert outcome(lambda talk=talk: prompts.tokens(talk).tolist()) == expected
 
 
 def beginnings(messages: list[Any], tools: list[Any] | None = None) -> list[Conversation]:
@@ -91,8 +91,16 @@ def templates(model_folders: Callable[[str], Path]) -> dict[str, tuple[Noting, H
     return made
 
 
+RULES = (
+    None,
+    MessageRules(repeats="merge"),
+    MessageRules(late_system="lead"),
+    MessageRules(late_system="user", repeats="refuse"),
+)
+
+
 @pytest.mark.parametrize("name", PAIRS)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(st.data())
 def test_models_templates(
     templates: dict[str, tuple[Noting, HFTokenizer]], name: str, data: st.DataObject
@@ -100,7 +108,9 @@ def test_models_templates(
     template, tokenizer = templates[name]
     texts = TEXT | hostile(sorted(tokenizer.special_tokens))
     strategy = alternating(system=name != "gemma", texts=texts) | free(texts=texts)
-    check_growing(template, tokenizer, beginnings(data.draw(strategy)))
+    rules = data.draw(st.sampled_from(RULES))
+    ruled = template if rules is None else RuledTemplate(template, rules)
+    check_growing(ruled, tokenizer, beginnings(data.draw(strategy)))
 
 
 @pytest.mark.parametrize("name", ["llama31", "mistral", "qwen"])
@@ -134,10 +144,10 @@ def test_which_go_on(model_folders: Callable[[str], Path], name: str) -> None:
     tokenizer = HFTokenizer.from_folder(model_folders(name), nonce=NONCE)
     assert tokenizer.chat_template is not None
     template = Noting(tokenizer.chat_template, tokenizer)
-    assembler = Assembler(template, tokenizer)
+    prompts = GrowingPrompts(template, tokenizer)
     messages = [Message("user" if turn % 2 == 0 else "assistant", f"turn {turn}") for turn in range(9)]
     for end in range(1, 10, 2):
-        assembler.tokens(Conversation(tuple(messages[:end])))
+        prompts.tokens(Conversation(tuple(messages[:end])))
     assert template.went_on == [False] + [name in GROWING] * 4
 
 
@@ -328,15 +338,29 @@ def test_what_is_gone_on_from(tokenizers: Tokenizers, body: str, goes_on: bool) 
     assert template.went_on[2:] == [goes_on] * 2
 
 
+def test_rules_that_leave_earlier_messages_alone(tokenizers: Tokenizers) -> None:
+    template = Noting("{% for message in messages %}" + PLAIN_BODY + "{% endfor %}", tokenizers("chatml"))
+    ruled = RuledTemplate(template, MessageRules(repeats="merge", late_system="lead"))
+    talk = [
+        ("user", "hello"),
+        ("assistant", "hello"),
+        ("user", "why"),
+        ("user", "yes"),
+        ("system", "be brief"),
+    ]
+    check_growing(ruled, tokenizers("chatml"), [conversation(*talk[:end]) for end in range(1, 6)])
+    assert template.went_on == [False, True, True, False, False]
+
+
 def test_the_day_may_change(tokenizers: Tokenizers) -> None:
     template = Noting(
         "{{ strftime_now('%d %b %Y') }}{% for message in messages %}" + PLAIN_BODY + "{% endfor %}",
         tokenizers("chatml"),
         clock=TickingClock(),
     )
-    assembler = Assembler(template, tokenizers("chatml"))
+    prompts = GrowingPrompts(template, tokenizers("chatml"))
     beginnings = [
-        tokenizers("chatml").decode(assembler.tokens(talk_of(count)).tolist())[:11] for count in (1, 2)
+        tokenizers("chatml").decode(prompts.tokens(talk_of(count)).tolist())[:11] for count in (1, 2)
     ]
     assert beginnings == ["16 Jun 2025", "18 Jun 2025"]  # one was spent on the attempt
     assert template.went_on == [False, False]
@@ -380,84 +404,84 @@ def noting(tokenizers: Tokenizers) -> Noting:
 
 
 def test_scopes_share_nothing(tokenizers: Tokenizers, noting: Noting) -> None:
-    assembler = Assembler(noting, tokenizers("chatml"))
-    assembler.tokens(talk_of(3), scope="a")
-    assembler.tokens(talk_of(4), scope="b")
-    assembler.tokens(talk_of(4))
-    assembler.tokens(talk_of(4), scope="a")
+    prompts = GrowingPrompts(noting, tokenizers("chatml"))
+    prompts.tokens(talk_of(3), scope="a")
+    prompts.tokens(talk_of(4), scope="b")
+    prompts.tokens(talk_of(4))
+    prompts.tokens(talk_of(4), scope="a")
     assert noting.went_on == [False, False, False, True]
 
 
 def test_keys_that_collide_are_told_apart(
     tokenizers: Tokenizers, noting: Noting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import ostinato.prompt.assembler as module
+    import ostinato.prompt.growing as module
 
     monkeypatch.setattr(module, "_keys", lambda root, messages: iter([1] * len(messages)))
-    assembler = Assembler(noting, tokenizers("chatml"))
+    prompts = GrowingPrompts(noting, tokenizers("chatml"))
     for talk in (talk_of(2), talk_of(2, "other"), talk_of(3), talk_of(3, "other")):
-        assert assembler.tokens(talk).tolist() == whole(noting, tokenizers("chatml"), talk)
+        assert prompts.tokens(talk).tolist() == whole(noting, tokenizers("chatml"), talk)
 
 
 def test_memory_is_bounded(tokenizers: Tokenizers, noting: Noting) -> None:
-    assembler = Assembler(noting, tokenizers("chatml"), capacity_bytes=50_000)
+    prompts = GrowingPrompts(noting, tokenizers("chatml"), capacity_bytes=50_000)
     for number in range(200):
-        assembler.tokens(talk_of(3, f"conversation {number}"))
-        assert assembler.size_bytes <= 50_000
-    assert 5 < len(assembler) < 30
-    assembler.tokens(talk_of(3, "x" * 20_000))
-    assert 5 < len(assembler) < 30
-    nothing = Assembler(noting, tokenizers("chatml"), capacity_bytes=0)
+        prompts.tokens(talk_of(3, f"conversation {number}"))
+        assert prompts.size_bytes <= 50_000
+    assert 5 < len(prompts) < 30
+    prompts.tokens(talk_of(3, "x" * 20_000))
+    assert 5 < len(prompts) < 30
+    nothing = GrowingPrompts(noting, tokenizers("chatml"), capacity_bytes=0)
     nothing.tokens(talk_of(3))
     assert len(nothing) == nothing.size_bytes == 0
 
 
 def test_a_growing_conversation_is_kept_once_or_twice(tokenizers: Tokenizers, noting: Noting) -> None:
-    assembler = Assembler(noting, tokenizers("chatml"))
+    prompts = GrowingPrompts(noting, tokenizers("chatml"))
     for count in range(1, 30):
-        assembler.tokens(talk_of(count))
-    assert len(assembler) == 2
+        prompts.tokens(talk_of(count))
+    assert len(prompts) == 2
     assert noting.went_on == [False] + [True] * 28
 
 
 def test_tools_are_compared_by_content(tokenizers: Tokenizers) -> None:
     source = "{{ tools | tojson }}{% for message in messages %}" + PLAIN_BODY + "{% endfor %}"
     template = Noting(source, tokenizers("chatml"))
-    assembler = Assembler(template, tokenizers("chatml"))
+    prompts = GrowingPrompts(template, tokenizers("chatml"))
     parameters: dict[str, Any] = {"type": "object", "limit": 1}
     tool = {"type": "function", "function": {"name": "look_up", "parameters": parameters}}
     for change in (1, 1, 1.0, True, "1", {"low": 1, "high": 2}, {"high": 2, "low": 1}, 2**70, 2**70):
         parameters["limit"] = change
         talk = Conversation((Message("user", "hello"),) * (1 + len(template.went_on)), (tool,))
-        assert assembler.tokens(talk).tolist() == whole(template, tokenizers("chatml"), talk)
+        assert prompts.tokens(talk).tolist() == whole(template, tokenizers("chatml"), talk)
     assert template.went_on == [False, True, False, False, False, False, False, False, False]
 
 
 def test_what_is_checked_stays_checked(tokenizers: Tokenizers, noting: Noting) -> None:
-    assembler = Assembler(noting, tokenizers("chatml"))
-    assembler.tokens(talk_of(3))
+    prompts = GrowingPrompts(noting, tokenizers("chatml"))
+    prompts.tokens(talk_of(3))
     orphan = Message("tool", "42", tool_call_id="nobody")
     with pytest.raises(ConversationError, match=r"messages\[3\]"):
-        assembler.tokens(Conversation((*talk_of(3).messages, orphan)))
+        prompts.tokens(Conversation((*talk_of(3).messages, orphan)))
     call = Message("assistant", "", tool_calls=(ToolCall("1", "f", "{}"),))
     with pytest.raises(TemplateError, match=r"messages\[3\] calls tools"):
-        assembler.tokens(Conversation((*talk_of(3).messages, call)))
+        prompts.tokens(Conversation((*talk_of(3).messages, call)))
 
 
 def test_ids_are_the_callers_own(tokenizers: Tokenizers, noting: Noting) -> None:
-    assembler = Assembler(noting, tokenizers("chatml"))
-    first = assembler.tokens(talk_of(3))
+    prompts = GrowingPrompts(noting, tokenizers("chatml"))
+    first = prompts.tokens(talk_of(3))
     expected = first.tolist()
     first[:] = 0
-    assert assembler.tokens(talk_of(3)).tolist() == expected
+    assert prompts.tokens(talk_of(3)).tolist() == expected
 
 
 def test_a_format_as_function_tokenizes_only_what_is_new(
     tokenizers: Tokenizers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tokenizer = tokenizers("chatml")
-    assembler = Assembler(chatml(), tokenizer)
-    assembler.tokens(talk_of(20))
+    prompts = GrowingPrompts(chatml(), tokenizer)
+    prompts.tokens(talk_of(20))
     counts: list[int] = []
     encode_after = tokenizer.encode_after
     monkeypatch.setattr(
@@ -469,5 +493,5 @@ def test_a_format_as_function_tokenizes_only_what_is_new(
     )
     expected = tokenizer.encode_rendered(Rendered(chatml().render(talk_of(21)).segments)).tolist()
     counts.clear()
-    assert assembler.tokens(talk_of(21)).tolist() == expected
+    assert prompts.tokens(talk_of(21)).tolist() == expected
     assert counts == [5]  # the old generation prompt's text, which goes on otherwise, and what is new

@@ -61,16 +61,16 @@ class _Made(NamedTuple):
     """The ids of a prompt.
 
     ``ends`` says of the markers among the rendering's segments how many segments and ids end with them, and
-    their kind. ``count`` ids, up to a marker of the kind ``left``, stand before all of these segments.
+    their kind. ``num_before`` ids, up to a marker of the kind ``left``, stand before all of these segments.
     """
 
     ids: TokenArray
     ends: list[tuple[int, int, str]]
-    count: int = 0
+    num_before: int = 0
     left: str = NO_NEIGHBOUR
 
 
-class Assembler:
+class GrowingPrompts:
     """Makes the prompts of one model; safe to use from several threads.
 
     Args:
@@ -164,7 +164,7 @@ class Assembler:
     ) -> None:
         ids, left, segments, ends = made.ids, NO_NEIGHBOUR, growth.segments, made.ends
         if growth.state is not None:
-            count, left = made.count, made.left
+            count, left = made.num_before, made.left
             if growth.num_settled:
                 _, count, left = next(end for end in ends if end[0] == growth.num_settled)
             ids, segments, ends = ids[:count], (), []
