@@ -137,15 +137,6 @@ class Rendered:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
-    """``length`` tokens at consecutive slots and consecutive positions."""
-
-    slot: int
-    position: int
-    length: int
-
-
-@dataclass(frozen=True, slots=True)
 class SlotCopy:
     """Copy the KV of ``length`` consecutive slots: the copy in copy-on-write."""
 
@@ -158,16 +149,18 @@ class SlotCopy:
 class SequencePlan:
     """What one sequence does in one step.
 
-    Its rows are ``tokens`` at ``positions``, whose KV is written to ``slots`` (all of equal length). Every
-    row attends to all of ``past`` and, causally, to the rows of this sequence before and including itself.
-    ``sample`` asks for the logits of the last row.
+    Its rows are ``tokens`` at ``positions`` (consecutive), whose KV is written to ``slots`` (all of equal
+    length). Every row attends to the sequence up to and including itself, which lies in ``block_ids``: token
+    ``i`` in slot ``block_ids[i // block_size] * block_size + i % block_size``. The array is valid until the
+    plan has run. ``sample`` asks for the logits of the last row.
     """
 
     sequence_id: int
     tokens: TokenArray
     positions: TokenArray
     slots: TokenArray
-    past: tuple[Run, ...]
+    block_ids: BlockIds
+    block_size: int
     sample: bool
 
 

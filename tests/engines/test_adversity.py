@@ -14,13 +14,14 @@ import transformers as hf
 
 from engines.driver import GREEDY, NAMESPACE, Collected, Flips, harness, reference
 from engines.models import PAGED, VOCAB, loaded
+from ostinato.engines.attention import _lay_out
 from ostinato.engines.base import RunnerInfo
 from ostinato.engines.hf import observe_model
 from ostinato.engines.packed import PackedLinear
-from ostinato.engines.runners import LoadedModel, _lay_out
+from ostinato.engines.runners import LoadedModel
 from ostinato.engines.sampling import Sampler
 from ostinato.errors import EngineError
-from ostinato.types import Run, SamplingParams, SequencePlan, TokenArray
+from ostinato.types import SamplingParams, SequencePlan, TokenArray
 
 
 @pytest.fixture(scope="module")
@@ -209,7 +210,7 @@ def test_frequencies_that_change_with_the_length_bound_it() -> None:
 
 def test_masks_go_where_the_model_computes() -> None:
     ids = np.arange(4, 8, dtype=np.int32)
-    plan = SequencePlan(0, ids, ids, ids, (Run(0, 0, 4),), True)
+    plan = SequencePlan(0, ids, ids, ids, np.zeros(1, np.intp), 8, True)
     rows = _lay_out(plan, 0, torch.float32, torch.device("meta"))
     assert rows.tail_mask is not None
     assert rows.tail_mask.device.type == "meta"

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ostinato.engines import attention
-from ostinato.engines.attention import LayerRule, attend, attend_rows, make_rows, merge
-from ostinato.types import Run
+from ostinato.engines.attention import LayerRule, Run, attend, attend_rows, make_rows, merge
 
 
 def plain(query: Tensor, key: Tensor, value: Tensor, position: int, rule: LayerRule) -> Tensor:

@@ -7,7 +7,7 @@ from naive_kv import as_array
 from ostinato.events import BlocksEvicted, BlocksStored, PrefixLookedUp
 from ostinato.kv.hashing import Namespace
 from ostinato.kv.manager import CacheView, KVManager
-from ostinato.types import Run, SlotCopy
+from ostinato.types import SlotCopy
 
 NAMESPACE = Namespace("w", "t", "c", "l", "d", "r")
 
@@ -60,7 +60,7 @@ def test_the_last_prompt_token_is_never_found():
             assert lease.prefix_len == 0
             assert lease.num_tokens_reserved == 0
             assert lease.block_ids.tolist() == []
-            assert lease.runs(0, 0) == ()
+            assert lease.slots(0, 0).tolist() == []
 
 
 def test_nothing_is_found_before_it_is_committed():
@@ -266,9 +266,9 @@ def test_a_growing_sequence_stays_in_one_run():
             assert lease.reserve(num_tokens, spare_tokens=48 - num_tokens)
     for lease in leases:
         assert lease.num_tokens_reserved == 48, "spare was taken once"
-        (run,) = lease.runs(0, 48)
-        assert run.length == 48
-        assert lease.runs(10, 20) == (Run(run.slot + 10, 10, 10),)
+        slots = lease.slots(0, 48).tolist()
+        assert slots == list(range(slots[0], slots[0] + 48))
+        assert lease.slots(10, 20).tolist() == slots[10:20]
 
 
 def test_spare_is_never_evicted_for():
@@ -287,7 +287,7 @@ def test_a_copy_continues_the_prefix_where_it_can():
     store(manager, range(4))  # block 0
     with manager.acquire(NAMESPACE, as_array([*range(3), 9, 9, 9, 9, 9])) as lease:
         assert lease.reserve(8)
-        assert lease.runs(0, 8) == (Run(4, 0, 8),)
+        assert lease.slots(0, 8).tolist() == list(range(4, 12))
 
 
 # ---------------------------------------------------------------- eviction through the manager
@@ -388,10 +388,10 @@ def test_releasing_twice_is_releasing_once():
         (lambda lease: lease.commit(np.arange(3)), "not int32"),
         (lambda lease: lease.commit(as_array(range(4)).reshape(2, 2)), "shape"),
         (lambda lease: lease.slots(0, 9), r"\[0, 9\) of 8"),
-        (lambda lease: lease.runs(3, 2), r"\[3, 2\)"),
+        (lambda lease: lease.slots(3, 2), r"\[3, 2\)"),
         (lambda lease: (lease.release(), lease.reserve(1)), "released"),
         (lambda lease: (lease.release(), lease.commit(as_array(range(4)))), "released"),
-        (lambda lease: (lease.release(), lease.runs(0, 1)), "released"),
+        (lambda lease: (lease.release(), lease.slots(0, 1)), "released"),
     ],
 )
 def test_misuse_is_an_assertion(misuse, message):

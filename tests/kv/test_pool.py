@@ -7,7 +7,6 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from ostinato.kv.pool import BlockPool, BlockTable
-from ostinato.types import Run
 
 
 def ids(*block_ids):
@@ -123,10 +122,6 @@ def test_slots_and_runs_say_the_same_at_every_growth(data, block_size):
         slots = table.slots(start, end)
         assert slots.dtype == np.int32
         assert slots.tolist() == want
-        runs = table.runs(start, end)
-        assert [run.slot + i for run in runs for i in range(run.length)] == want
-        assert [run.position + i for run in runs for i in range(run.length)] == list(range(start, end))
-        assert len(runs) == num_runs(np.array(want)), "runs are maximal"
 
 
 def test_a_table_never_writes_into_the_array_it_was_given():
@@ -137,7 +132,7 @@ def test_a_table_never_writes_into_the_array_it_was_given():
     table.append(ids(7, 8))
     assert shared.tolist() == [3, 4, 5]
     assert table.ids.tolist() == [3, 4, 7, 8]
-    assert table.runs(0, 8) == (Run(6, 0, 4), Run(14, 4, 4))
+    assert table.slots(1, 7).tolist() == [7, 8, 9, 14, 15, 16]
 
 
 # ---------------------------------------------------------------- machine

@@ -1,8 +1,11 @@
-"""Attention over runs of slots, where they lie.
+"""How one step attends: through the compiled kernel, or run by run with what torch has.
 
-A sequence's past is a few runs of consecutive slots (:class:`~ostinato.types.Run`); each run is a view of
-the arena. Attention over a run gives an output and the log-sum-exp of its scores; runs, and the step's own
-rows, merge exactly from those. So a shared prefix is read in place and never copied.
+The kernel (:mod:`ostinato.engines.paged`) serves float32 on processors. The rest of this module is the plan
+for everything else: other devices and number formats, layers that squash their scores.
+
+There a sequence's past is a few runs of consecutive slots; each run is a view of the arena. Attention over
+a run gives an output and the log-sum-exp of its scores; runs, and the step's own rows, merge exactly from
+those. So a shared prefix is read in place and never copied.
 
 Grouped queries are not expanded: the queries of one key head are stacked as rows, which reads its keys once
 (under a mask the fused CPU kernel takes fewer key heads than query heads as they are).
@@ -16,13 +19,15 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from ..kv.arena import Arena
-from ..types import Run
+from ..types import BlockIds, SequencePlan
+from .paged import PagedStep, can_page
 
 _flash_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
@@ -36,6 +41,32 @@ _MAX_TAIL = 64
 
 # Keys that a part has at least when a run is cut in parts; below, cutting costs more than idle threads.
 _MIN_PART = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """``length`` tokens at consecutive slots, the first of them token ``position`` of its sequence."""
+
+    slot: int
+    position: int
+    length: int
+
+
+def runs_of(block_ids: BlockIds, block_size: int, end: int) -> tuple[Run, ...]:
+    """The tokens ``[0, end)`` of a sequence as few maximal runs, in order."""
+    if end == 0:
+        return ()
+    ids = block_ids[: -(-end // block_size)]
+    starts = np.flatnonzero(np.diff(ids, prepend=ids[0] - 2) != 1)
+    behind = np.append(starts[1:], len(ids)) * block_size
+    return tuple(
+        Run(
+            int(ids[start]) * block_size,
+            int(start) * block_size,
+            min(int(stop), end) - int(start) * block_size,
+        )
+        for start, stop in zip(starts, behind, strict=True)
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,14 +85,6 @@ class Rows:
     past: tuple[Run, ...]
     tail: Run | None
     tail_mask: Tensor | None
-
-
-@dataclass(slots=True)
-class Step:
-    """What the attention function needs to know of the running step; the same for all layers."""
-
-    rows: tuple[Rows, ...]
-    slots: Tensor  # int64 [T]: where each row's KV is written
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,35 +310,82 @@ def _last(runs: Sequence[Run], position: int) -> tuple[Run, ...]:
     return tuple(kept)
 
 
-def attend_step(
-    step: Step,
-    arena: Arena,
-    layer: int,
-    rule: LayerRule,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    sinks: Tensor | None = None,
-) -> Tensor:
-    """Write this step's KV of one layer, then attend, sequence by sequence.
+class Step:
+    """The running step, laid out once for all layers: its rows for the kernel, or as runs."""
 
-    Args:
-        query: ``[1, heads, T, key_dim]``; key and value ``[1, kv_heads, T, dim]``.
-        sinks: per-head logits that take part in the softmax without a value (GPT-OSS), ``[heads]``.
+    def __init__(self, arena: Arena, sequences: Sequence[SequencePlan], device: torch.device) -> None:
+        slots = np.concatenate([sequence.slots for sequence in sequences])
+        self._arena = arena
+        self._sequences = sequences
+        self._slots = torch.from_numpy(slots.astype(np.int64)).to(device)
 
-    Returns:
-        ``[1, T, heads, value_dim]``.
-    """
-    keys, values = arena.keys[layer], arena.values[layer]
-    keys.index_copy_(1, step.slots, key[0])
-    values.index_copy_(1, step.slots, value[0])
-    outputs = []
-    for rows in step.rows:
-        part = slice(rows.start, rows.end)
-        output, lse = attend_rows(
-            rows, query[:, :, part], key[:, :, part], value[:, :, part], keys, values, rule
-        )
-        if sinks is not None:
-            output = output * torch.sigmoid(lse - sinks.view(1, -1, 1)).unsqueeze(-1).to(output.dtype)
-        outputs.append(output.transpose(1, 2))
-    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
+    @functools.cached_property
+    def _paged(self) -> PagedStep:
+        return PagedStep(self._arena, self._sequences, self._slots)
+
+    @functools.cached_property
+    def _rows(self) -> tuple[Rows, ...]:
+        rows, end = [], 0
+        for sequence in self._sequences:
+            start, end = end, end + len(sequence.tokens)
+            rows.append(_lay_out(sequence, start, self._arena.dtype, self._slots.device))
+        return tuple(rows)
+
+    def attend(
+        self,
+        layer: int,
+        rule: LayerRule,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """Write this step's KV of one layer, then attend.
+
+        Args:
+            query: ``[1, heads, T, key_dim]``; key and value ``[1, kv_heads, T, dim]``.
+            sinks: per-head logits that take part in the softmax without a value (GPT-OSS), ``[heads]``.
+
+        Returns:
+            ``[1, T, heads, value_dim]``.
+        """
+        shape = self._arena.layers[layer]
+        if rule.softcap is None and can_page(shape.key_dim, shape.value_dim, query.dtype, query.device):
+            output, lse = self._paged.attend(
+                layer, query, key, value, scaling=rule.scaling, window=rule.window
+            )
+            return output if sinks is None else _with_sinks(output, lse, sinks)
+        keys, values = self._arena.keys[layer], self._arena.values[layer]
+        keys.index_copy_(1, self._slots, key[0])
+        values.index_copy_(1, self._slots, value[0])
+        outputs = []
+        for rows in self._rows:
+            part = slice(rows.start, rows.end)
+            output, lse = attend_rows(
+                rows, query[:, :, part], key[:, :, part], value[:, :, part], keys, values, rule
+            )
+            output = output.transpose(1, 2)
+            outputs.append(output if sinks is None else _with_sinks(output, lse[0].T, sinks))
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
+
+
+def _with_sinks(output: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
+    """``output`` ``[1, rows, heads, dim]`` had the sinks been scored too; ``lse`` ``[rows, heads]``."""
+    return output * torch.sigmoid(lse - sinks).unsqueeze(-1).to(output.dtype)
+
+
+def _lay_out(sequence: SequencePlan, start: int, dtype: torch.dtype, device: torch.device) -> Rows:
+    slots = sequence.slots
+    first, position = int(slots[0]), int(sequence.positions[0])
+    in_one_run = int(slots[-1]) - first == len(slots) - 1 and bool((np.diff(slots) == 1).all())
+    rows = make_rows(
+        start,
+        start + len(slots),
+        position,
+        runs_of(sequence.block_ids, sequence.block_size, position),
+        first if in_one_run else None,
+        dtype=dtype,
+    )
+    if rows.tail_mask is not None and device.type != "cpu":
+        rows = replace(rows, tail_mask=rows.tail_mask.to(device))
+    return rows

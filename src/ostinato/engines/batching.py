@@ -366,7 +366,8 @@ class Batcher:
             tokens=sequence.tokens[start:end],
             positions=np.arange(start, end, dtype=np.int32),
             slots=sequence.lease.slots(start, end),
-            past=sequence.lease.runs(0, start),
+            block_ids=sequence.lease.block_ids,
+            block_size=self._manager.block_size,
             sample=end == sequence.num_tokens,
         )
 

@@ -23,7 +23,7 @@ from transformers.utils import logging as hf_logging
 
 from ..errors import ModelCorruptError, ModelUnsupportedError
 from ..kv.arena import Arena
-from ..types import Run, SequencePlan, TokenArray
+from ..types import SequencePlan, TokenArray
 from .packed import can_pack, pack_linears
 from .runners import ATTENTION_NAME, LoadedModel, Probe, StatefulRunner, forward
 
@@ -190,7 +190,8 @@ def _check(loaded: LoadedModel, tokens: TokenArray, expected: Tensor) -> str | N
             tokens=tokens[start:end],
             positions=positions[start:end],
             slots=positions[start:end],
-            past=(Run(0, 0, start),) if start else (),
+            block_ids=np.zeros(1, np.intp),
+            block_size=len(tokens),
             sample=True,
         )
         logits = forward(loaded, arena, (piece,))[0].float()
@@ -209,7 +210,7 @@ def _check_state(loaded: LoadedModel) -> bool:
         for start, end in ((0, 5), (5, 6), (6, 7), (7, 8)):
             positions = np.arange(start, end, dtype=np.int32)
             logits = [
-                runner.advance(SequencePlan(i, tokens[start:end], positions, positions, (), True))
+                runner.advance(_state_plan(i, tokens[start:end], positions))
                 for i, tokens in enumerate(sequences)
             ]
     except (TypeError, ValueError, RuntimeError, AttributeError, KeyError) as error:
@@ -218,9 +219,14 @@ def _check_state(loaded: LoadedModel) -> bool:
     plain = StatefulRunner(loaded, keep_state=False)
     positions = np.arange(8, dtype=np.int32)
     return all(
-        _close(loaded, row, plain.advance(SequencePlan(i, tokens, positions, positions, (), True)))
+        _close(loaded, row, plain.advance(_state_plan(i, tokens, positions)))
         for i, (row, tokens) in enumerate(zip(logits, sequences, strict=True))
     )
+
+
+def _state_plan(sequence_id: int, tokens: TokenArray, positions: TokenArray) -> SequencePlan:
+    """Rows of a sequence whose state is the model's own: it has no blocks."""
+    return SequencePlan(sequence_id, tokens, positions, positions, np.empty(0, np.intp), 1, sample=True)
 
 
 def _close(loaded: LoadedModel, got: Tensor, expected: Tensor) -> bool:

@@ -12,8 +12,11 @@ plain layers stay; that the packed model computes the same is checked when it is
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
 
 # Packing depends on the number of rows it is told to expect; one number for all keeps results invariant.
 _EXPECTED_ROWS = 512
@@ -22,15 +25,14 @@ _MAX_TIED_BYTES = 256 << 20
 
 
 class PackedLinear(nn.Module):
-    """``nn.Linear`` over packed weights (inference only)."""
+    """A linear layer over packed weights (inference only)."""
 
-    def __init__(self, linear: nn.Linear) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        """``weight``: ``[out_features, in_features]``."""
         super().__init__()
-        self.in_features = linear.in_features
-        self.out_features = linear.out_features
-        bias: Tensor | None = linear.bias
+        self.out_features, self.in_features = weight.shape
         self._bias = None if bias is None else bias.detach()
-        self._packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), _EXPECTED_ROWS)
+        self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous(), _EXPECTED_ROWS)
 
     def forward(self, rows: Tensor) -> Tensor:
         output: Tensor = torch.ops.mkldnn._linear_pointwise(rows, self._packed, self._bias, "none", [], "")
@@ -55,14 +57,16 @@ def pack_linears(model: nn.Module) -> int:
     embeddings = {module.weight.data_ptr() for module in model.modules() if isinstance(module, nn.Embedding)}
     num_packed = 0
     for parent in list(model.modules()):
-        for name, child in list(parent.named_children()):
-            # Only the plain class: what a subclass does in its forward call is its own.
-            if type(child) is not nn.Linear or child._forward_hooks or child._forward_pre_hooks:
+        children: list[tuple[str, Any]] = list(parent.named_children())
+        for name, child in children:
+            # Only the plain classes: what a subclass does in its forward call is its own.
+            if type(child) not in (nn.Linear, Conv1D) or child._forward_hooks or child._forward_pre_hooks:
                 continue
             tied = child.weight.data_ptr() in embeddings
             if tied and child.weight.nbytes > _MAX_TIED_BYTES:
                 continue
-            setattr(parent, name, PackedLinear(child))
+            weight = child.weight.T if type(child) is Conv1D else child.weight  # GPT-2's lie the other way
+            setattr(parent, name, PackedLinear(weight, child.bias))
             if not tied:
                 child.weight = nn.Parameter(torch.empty(0), requires_grad=False)
             num_packed += 1

@@ -19,7 +19,7 @@ from transformers import AttentionInterface
 
 from ..kv.arena import Arena, LayerShape
 from ..types import Plan, SamplingParams, SequencePlan, TokenArray
-from .attention import LayerRule, Rows, Step, attend_step, make_rows
+from .attention import LayerRule, Step
 from .base import RunnerInfo, Sampled
 from .sampling import Sampler
 
@@ -41,7 +41,6 @@ class _Running:
     """What travels with a forward call to our attention function."""
 
     step: Step
-    arena: Arena
     rules: Mapping[int, LayerRule]
 
 
@@ -61,10 +60,7 @@ def paged_attention(
 ) -> tuple[Tensor, None]:
     layer: int = module.layer_idx  # type: ignore[assignment]
     if isinstance(ostinato, _Running):
-        output = attend_step(
-            ostinato.step, ostinato.arena, layer, ostinato.rules[layer], query, key, value, s_aux
-        )
-        return output, None
+        return ostinato.step.attend(layer, ostinato.rules[layer], query, key, value, s_aux), None
     assert isinstance(ostinato, Probe), "the model does not pass keyword arguments on to its attention"
     if layer in ostinato.shapes:
         ostinato.problem = f"layer {layer} attends more than once"
@@ -123,46 +119,27 @@ class LoadedModel:
 
 
 def forward(loaded: LoadedModel, arena: Arena, sequences: tuple[SequencePlan, ...]) -> Tensor:
-    """All rows of all sequences in one forward call; logits ``[sampled sequences, vocabulary]``."""
+    """All rows of all sequences in one forward call; logits ``[sampled sequences, vocabulary]``.
+
+    A single row is computed twice: for one row oneDNN splits long sums between its threads, from two on it
+    does not, and a row's result does not depend on how many others there are. The second costs nothing.
+    """
     device = loaded.device
-    rows: list[Rows] = []
-    sampled: list[int] = []
-    end = 0
-    for sequence in sequences:
-        start, end = end, end + len(sequence.tokens)
-        rows.append(_lay_out(sequence, start, loaded.dtype, device))
-        if sequence.sample:
-            sampled.append(end - 1)
-    slots = np.concatenate([sequence.slots for sequence in sequences])
+    if sum(len(sequence.tokens) for sequence in sequences) == 1:
+        sequences = (sequences[0], replace(sequences[0], sample=False))
+    ends = np.cumsum([len(sequence.tokens) for sequence in sequences])
+    sampled = [int(end) - 1 for end, sequence in zip(ends, sequences, strict=True) if sequence.sample]
     tokens = np.concatenate([sequence.tokens for sequence in sequences])
     positions = np.concatenate([sequence.positions for sequence in sequences])
-    step = Step(tuple(rows), torch.from_numpy(slots.astype(np.int64)).to(device))
     output = loaded.model(
         input_ids=torch.from_numpy(tokens.astype(np.int64)).to(device).unsqueeze(0),
         position_ids=torch.from_numpy(positions.astype(np.int64)).to(device).unsqueeze(0),
         use_cache=False,
         logits_to_keep=torch.tensor(sampled, dtype=torch.long, device=device),
-        ostinato=_Running(step, arena, loaded.rules),
+        ostinato=_Running(Step(arena, sequences, device), loaded.rules),
     )
     logits: Tensor = output.logits[0]
     return logits
-
-
-def _lay_out(sequence: SequencePlan, start: int, dtype: torch.dtype, device: torch.device) -> Rows:
-    slots = sequence.slots
-    first = int(slots[0])
-    in_one_run = int(slots[-1]) - first == len(slots) - 1 and bool((np.diff(slots) == 1).all())
-    rows = make_rows(
-        start,
-        start + len(slots),
-        int(sequence.positions[0]),
-        sequence.past,
-        first if in_one_run else None,
-        dtype=dtype,
-    )
-    if rows.tail_mask is not None and device.type != "cpu":
-        rows = replace(rows, tail_mask=rows.tail_mask.to(device))
-    return rows
 
 
 class _Samplers:

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from ostinato.errors import PinRefusedError
 from ostinato.events import BlocksEvicted, BlocksStored, Event, EvictionReason, Observer, PrefixLookedUp
 from ostinato.ports import Clock
-from ostinato.types import BlockIds, Run, SlotCopy, TokenArray
+from ostinato.types import BlockIds, SlotCopy, TokenArray
 
 from .hashing import Namespace
 from .index import NOTHING_NEW, TOKEN_BYTES, Match, Moment, Node, PrefixIndex
@@ -577,11 +577,6 @@ class Lease:
         """Slots of the tokens ``[start, end)``: int32, shape ``(end - start,)``."""
         self._check_range(start, end)
         return self._table.slots(start, end)
-
-    def runs(self, start: int, end: int) -> tuple[Run, ...]:
-        """The same as maximal runs of consecutive slots, in order; a token's position is its index."""
-        self._check_range(start, end)
-        return self._table.runs(start, end)
 
     def commit(self, tokens: TokenArray) -> int:
         """Makes ``tokens``, the whole sequence so far, findable: all of its KV is written.

@@ -1,20 +1,20 @@
-"""Who has which block, which are free, and how a sequence's blocks read as runs of slots.
+"""Who has which block, which are free, and where a sequence's blocks lie.
 
 A block has two counts: ``holds`` by leases and ``owners`` among the nodes of the index. It is free when both
 are zero and *evictable* when only the index has it. Free blocks are kept as maximal extents, so that a
-sequence's blocks come out consecutive and its attention reads few long runs.
+sequence's blocks come out consecutive: what lies in a row is read faster.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right, insort
+from bisect import bisect_left, insort
 from collections.abc import Callable
 from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
 
-from ostinato.types import BlockIds, Run, TokenArray
+from ostinato.types import BlockIds, TokenArray
 
 
 class FreeExtents:
@@ -224,20 +224,14 @@ class BlockPool:
 
 
 class BlockTable:
-    """A sequence's blocks in order: token ``i`` lives in block ``ids[i // block_size]``.
+    """A sequence's blocks in order: token ``i`` lives in block ``ids[i // block_size]``."""
 
-    Consecutive ids are coalesced into runs once, when first asked for; after that only growth is looked at.
-    """
-
-    __slots__ = ("_block_size", "_ids", "_num_coalesced", "_positions", "_runs", "num_blocks")
+    __slots__ = ("_block_size", "_ids", "num_blocks")
 
     def __init__(self, block_ids: BlockIds, block_size: int) -> None:
         self._ids = block_ids  # never written in place before it was copied: it may be the index's own array
         self._block_size = block_size
         self.num_blocks = len(block_ids)
-        self._num_coalesced = 0
-        self._runs: list[Run] = []
-        self._positions: list[int] = []
 
     @property
     def ids(self) -> BlockIds:
@@ -257,50 +251,8 @@ class BlockTable:
         """Forgets the last block."""
         self.num_blocks -= 1
         self._ids = self.ids.copy()
-        self._num_coalesced = 0
-        self._runs.clear()
-        self._positions.clear()
 
     def slots(self, start: int, end: int) -> TokenArray:
         """Slots of the tokens ``[start, end)``, int32."""
-        if start >= end:
-            return np.empty(0, np.int32)
-        self._coalesce()
-        run = self._runs[bisect_right(self._positions, start) - 1]
-        if end <= run.position + run.length:
-            first = run.slot - run.position
-            return np.arange(first + start, first + end, dtype=np.int32)
         index, offset = np.divmod(np.arange(start, end), self._block_size)
         return (self._ids[index] * self._block_size + offset).astype(np.int32)
-
-    def runs(self, start: int, end: int) -> tuple[Run, ...]:
-        """The same as few maximal runs."""
-        if start >= end:
-            return ()
-        self._coalesce()
-        first_at = bisect_right(self._positions, start) - 1
-        last_at = bisect_left(self._positions, end) - 1
-        first = self._runs[first_at]
-        slot = first.slot + start - first.position
-        if first_at == last_at:
-            return (Run(slot, start, end - start),)
-        head = Run(slot, start, first.position + first.length - start)
-        last = self._runs[last_at]
-        tail = Run(last.slot, last.position, end - last.position)
-        return (head, *self._runs[first_at + 1 : last_at], tail)
-
-    def _coalesce(self) -> None:
-        if self._num_coalesced == self.num_blocks:
-            return
-        base, size = self._num_coalesced, self._block_size
-        ids = self._ids[base : self.num_blocks]
-        bounds = [0, *(np.flatnonzero(np.diff(ids) != 1) + 1).tolist(), len(ids)]
-        for begin, behind in pairwise(bounds):
-            run = Run(int(ids[begin]) * size, (base + begin) * size, (behind - begin) * size)
-            last = self._runs[-1] if self._runs else None
-            if last is not None and last.slot + last.length == run.slot:
-                self._runs[-1] = Run(last.slot, last.position, last.length + run.length)
-            else:
-                self._runs.append(run)
-                self._positions.append(run.position)
-        self._num_coalesced = self.num_blocks

@@ -1,0 +1,244 @@
+"""One step's attention through the compiled kernel: its rows laid out once, for all layers.
+
+:mod:`ostinato.engines.kernel` computes; this module tells it what, and gives it threads. Those are torch's
+own: its OpenMP runtime has a team already, which spins for the next piece of work. A second pool beside it
+would fight with it for the cores.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cache, partial
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from ..kv.arena import Arena
+from ..types import SequencePlan
+
+_log = logging.getLogger(__name__)
+
+_Numbers = npt.NDArray[np.int64]
+_SLOW_S = 2.0
+
+
+@cache
+def load_kernel() -> ModuleType | None:
+    """The compiled kernel; ``None`` where numba cannot be had. The first time on a machine it is compiled."""
+    started_s = time.monotonic()
+    try:
+        from . import kernel
+    except ImportError as error:
+        _log.warning("attention runs without its compiled kernel, more slowly: %s", error)
+        return None
+    one = np.zeros(1, np.int64)
+    kernel.plan_units(one, one, 1, 1, 0, 4, 1)
+    kernel.write_rows(np.zeros(kernel.NUM_FIELDS, np.int64))
+    if (duration_s := time.monotonic() - started_s) > _SLOW_S:
+        _log.info("compiled the attention kernel for this processor in %.0f s, once", duration_s)
+    return kernel
+
+
+@cache
+def _launcher() -> Callable[[int, int], None]:
+    """Runs the kernel's threads on the job at an address."""
+    kernel = load_kernel()
+    assert kernel is not None
+    run = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(kernel.run_units.address)
+    team = _torch_team()
+    if team is not None:
+        code = ctypes.cast(run, ctypes.c_void_p)
+
+        def launch(job: int, num_threads: int) -> None:
+            if num_threads == 1:
+                run(job)
+            else:
+                team(code, job, num_threads, 0)
+
+        return launch
+    pool = ThreadPoolExecutor(torch.get_num_threads(), "ostinato-attention")
+
+    def launch_in_pool(job: int, num_threads: int) -> None:
+        others = [pool.submit(run, job) for _ in range(num_threads - 1)]
+        run(job)
+        for other in others:
+            other.result()
+
+    return launch_in_pool
+
+
+def _torch_team() -> Callable[[ctypes.c_void_p, int, int, int], None] | None:
+    """``GOMP_parallel`` of torch's OpenMP runtime (GNU's and LLVM's have it); ``None``: not found."""
+    maps = Path("/proc/self/maps")
+    if not maps.exists():
+        return None
+    paths = {line.split(maxsplit=5)[-1] for line in maps.read_text().splitlines() if "/" in line}
+    for path in sorted(paths):
+        if Path(path).name.startswith(("libgomp", "libiomp5", "libomp")):
+            try:
+                team: Any = ctypes.CDLL(path).GOMP_parallel
+            except (OSError, AttributeError):
+                continue
+            team.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
+            team.restype = None
+            return partial(team)
+    return None
+
+
+def can_page(key_dim: int, value_dim: int, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether the kernel serves layers of this kind."""
+    return (
+        device.type == "cpu"
+        and dtype == torch.float32
+        and key_dim % 4 == 0
+        and value_dim % 4 == 0
+        and load_kernel() is not None
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Units:
+    """Work cut for one kind of layer."""
+
+    table: _Numbers
+    num_left: _Numbers
+    partials: npt.NDArray[np.float32]
+    scratch: npt.NDArray[np.float32]
+    scratch_stride: int
+
+
+class PagedStep:
+    """The rows of one step, sorted so that rows with a common prefix are neighbours.
+
+    The arrays that a job points to live as long as this does. Used by one thread.
+    """
+
+    def __init__(self, arena: Arena, sequences: Sequence[SequencePlan], slots: Tensor) -> None:
+        """``slots``: int64 ``[T]``, where each row's KV is written; rows in the order of ``sequences``."""
+        kernel = load_kernel()
+        assert kernel is not None
+        self._kernel: Any = kernel
+        self._launch = _launcher()
+        self._arena = arena
+        self._num_threads = torch.get_num_threads()
+        self._units: dict[tuple[int, int, int, int, int], _Units] = {}
+        block_size = sequences[0].block_size
+        self._lay_out_rows(sequences)
+        self._slots = slots
+        job = self._job = np.zeros(kernel.NUM_FIELDS, np.int64)
+        for field, array in (
+            (kernel.ROW_TOKEN, self._row_token),
+            (kernel.ROW_TABLE, self._row_table),
+            (kernel.ROW_AT, self._row_at),
+            (kernel.ROW_SHARED, self._row_shared),
+            (kernel.TABLES, self._tables),
+        ):
+            job[field] = array.ctypes.data
+        job[kernel.SLOTS] = slots.data_ptr()
+        job[kernel.NUM_ROWS] = len(slots)
+        job[kernel.NUM_SLOTS] = arena.num_slots
+        job[kernel.BLOCK_SIZE] = block_size
+        self._scale = np.zeros(1, np.float32)
+        job[kernel.SCALE] = self._scale.ctypes.data
+
+    def _lay_out_rows(self, sequences: Sequence[SequencePlan]) -> None:
+        block_size = sequences[0].block_size
+        tables = [sequence.block_ids.astype(np.int64, copy=False) for sequence in sequences]
+        lengths = np.array([len(sequence.tokens) for sequence in sequences])
+        firsts = np.cumsum(lengths) - lengths
+        # Any order in which equal beginnings are neighbours will do; that of the bytes is one.
+        order = sorted(range(len(tables)), key=lambda i: tables[i].tobytes()) if len(tables) > 1 else [0]
+        shared = np.full(int(lengths.sum()), self._kernel.ALIKE, np.int64)
+        at = 0
+        for place, index in enumerate(order):
+            before = tables[order[place - 1]] if place else tables[index][:0]
+            shared[at] = _num_common(before, tables[index]) * block_size
+            at += int(lengths[index])
+        starts = [int(sequences[i].positions[0]) for i in order]
+        offsets = np.cumsum([0, *(len(tables[i]) for i in order[:-1])])
+        self._row_shared = shared
+        self._row_token = _ranges(starts, lengths[order])
+        self._row_at = _ranges(firsts[order], lengths[order])
+        self._row_table = np.repeat(offsets, lengths[order])
+        self._tables = np.concatenate([tables[i] for i in order])
+
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, *, scaling: float, window: int | None
+    ) -> tuple[Tensor, Tensor]:
+        """Writes the layer's new KV, then attends.
+
+        Args:
+            query: ``[1, heads, T, key_dim]``; key and value ``[1, kv_heads, T, dim]``; float32.
+
+        Returns:
+            output ``[1, T, heads, value_dim]`` and log-sum-exp of the scores ``[T, heads]``.
+        """
+        kernel, job = self._kernel, self._job
+        query, key, value = (t if t.stride(3) == 1 else t.contiguous() for t in (query, key, value))
+        shape = self._arena.layers[layer]
+        heads, num_rows = query.shape[1], query.shape[2]
+        group = heads // shape.kv_heads
+        output = query.new_empty(1, num_rows, heads, shape.value_dim)
+        lse = query.new_empty(num_rows, heads)
+        units = self._cut(shape.kv_heads, group, window or 0, shape.key_dim, shape.value_dim)
+        left = units.num_left.copy()
+        self._scale[0] = scaling
+        job[kernel.NEXT_UNIT : kernel.SCRATCH_STRIDE + 1] = (
+            0, 0, len(units.table), units.table.ctypes.data, left.ctypes.data, units.scratch.ctypes.data,
+            units.scratch_stride,
+        )  # fmt: skip
+        job[kernel.PARTIALS] = units.partials.ctypes.data
+        job[kernel.QUERY : kernel.GROUP + 1] = (
+            query.data_ptr(), query.stride(1), query.stride(2),
+            self._arena.keys[layer].data_ptr(), self._arena.values[layer].data_ptr(),
+            shape.key_dim, shape.value_dim, self._arena.num_slots, shape.kv_heads, group,
+        )  # fmt: skip
+        job[kernel.NEW_KEY : kernel.LSE + 1] = (
+            key.data_ptr(), key.stride(1), key.stride(2), value.data_ptr(), value.stride(1), value.stride(2),
+            output.data_ptr(), lse.data_ptr(),
+        )  # fmt: skip
+        job[kernel.WINDOW] = window or 0
+        kernel.write_rows(job)
+        self._launch(job.ctypes.data, self._num_threads)
+        return output, lse
+
+    def _cut(self, kv_heads: int, group: int, window: int, key_dim: int, value_dim: int) -> _Units:
+        kind = (kv_heads, group, window, key_dim, value_dim)
+        if kind not in self._units:
+            kernel = self._kernel
+            table, num_left, num_floats = kernel.plan_units(
+                self._row_token, self._row_shared, kv_heads, group, window, value_dim, self._num_threads
+            )
+            stride = kernel.scratch_floats(group, key_dim, value_dim)
+            self._units[kind] = _Units(
+                table,
+                num_left,
+                np.empty(num_floats, np.float32),
+                np.empty(stride * self._num_threads, np.float32),
+                stride,
+            )
+        return self._units[kind]
+
+
+def _num_common(a: _Numbers, b: _Numbers) -> int:
+    """How many blocks two tables begin with in common."""
+    length = min(len(a), len(b))
+    differs = np.flatnonzero(a[:length] != b[:length])
+    return int(differs[0]) if len(differs) else length
+
+
+def _ranges(starts: Sequence[int] | npt.NDArray[np.intp], lengths: npt.NDArray[np.intp]) -> _Numbers:
+    """``[start, start + length)`` of each, one after the other."""
+    ends = np.cumsum(lengths)
+    ranges: _Numbers = np.arange(ends[-1]) + np.repeat(np.asarray(starts) - (ends - lengths), lengths)
+    return ranges
