@@ -60,6 +60,7 @@ class Answer:
         usage = Usage(
             prompt_tokens=earliest.prompt_tokens,
             cached_tokens=earliest.cached_tokens,
+            approximate_tokens=max(s.approximate_tokens for s in self._stats),
             written_tokens=sum(s.written_tokens for s in self._stats),
             completion_tokens=sum(s.output_tokens for s in self._stats),
             ttft_s=first - arrived,

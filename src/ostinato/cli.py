@@ -14,6 +14,7 @@ import click
 from . import __version__, cli_prompt, cli_replay
 from .config import Settings, parse_size, tame_waiting_threads
 from .errors import ClientError, OstinatoError
+from .kv.codecs.spec import is_lossy
 from .kv.policy_names import POLICY_NAMES
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -45,6 +46,11 @@ def engine_options(command: F) -> F:
                 help="Folder in which processes share KV, also across restarts.",
             ),
             click.option("--shared-tier-bytes", type=Size(), help="What that may take, e.g. 8GiB."),
+            click.option(
+                "--tier-codec",
+                metavar="SPEC",
+                help="How KV is stored there: exact, int8, 0-14:int4,15-:int8, …",
+            ),
             click.option("--policy", type=click.Choice(POLICY_NAMES), help="What goes when that is full."),
             click.option("--block-size", type=int, help="Tokens in a block."),
             click.option("--max-model-len", type=int, help="Longest sequence in tokens."),
@@ -135,6 +141,9 @@ def serve(model: str | None, **options: Any) -> None:
     runtime = build_runtime(settings, SystemClock(), RichProgress())
     if runtime.info.reuse_reason:
         click.secho(f"No KV reuse: {runtime.info.reuse_reason}.", fg="yellow")
+    if is_lossy(settings.tier_codec):
+        text = f"KV is stored as {settings.tier_codec}: answers that read it may differ (approximate_tokens)."
+        click.secho(text, fg="yellow")
 
     def ready(url: str) -> None:
         click.echo(_welcome(url, runtime.model_name, runtime.health().num_blocks, settings))

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Self, cast
 
 from .errors import ParameterError
+from .kv.codecs.spec import is_lossy
 from .kv.policy_names import POLICY_NAMES
 from .types import TrimRules, TrimStrategy
 
@@ -33,6 +34,8 @@ class Settings:
         shared_tier: folder in which this machine's processes keep KV blocks, also across restarts;
             ``None``: none. Under ``/dev/shm`` it is memory.
         shared_tier_bytes: what the blocks in it may take.
+        tier_codec: how blocks are stored there: ``exact``, or in fewer bits at the price of answers that may
+            differ, such as ``int8`` or ``0-14:int4,15-:int8`` (``docs/codecs.md``).
         policy: what is given up when ``kv_cache`` is full (``docs/policies.md``).
         block_size: tokens in a block.
         max_model_len: longest sequence in tokens; ``None``: the model's own.
@@ -67,6 +70,7 @@ class Settings:
     kv_cache: int = 2 << 30
     shared_tier: Path | None = None
     shared_tier_bytes: int = 8 << 30
+    tier_codec: str = "exact"
     policy: str = "workload"
     block_size: int = 16
     max_model_len: int | None = None
@@ -146,6 +150,11 @@ class Settings:
         if self.policy not in POLICY_NAMES:
             raise ParameterError(
                 f"there is no policy {self.policy!r}; there are {', '.join(POLICY_NAMES)}", param="policy"
+            )
+        if is_lossy(self.tier_codec) and self.shared_tier is None:
+            raise ParameterError(
+                f"tier_codec {self.tier_codec!r} says how a shared tier stores blocks: set shared_tier, too",
+                param="tier_codec",
             )
         if not 0 <= self.port <= 65535:
             raise ParameterError("port must be between 0 and 65535", param="port")

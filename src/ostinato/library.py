@@ -413,12 +413,13 @@ def _tier_link(settings: Settings, runner: PagedRunner, clock: Clock, observer: 
         return None
     import psutil
 
-    from .kv.codecs.exact import RawCodec
+    from .kv.approximate import ApproximateSlots
+    from .kv.codecs.layered import make_codec
     from .kv.hashing import KEY_VERSION
     from .kv.tiers.shared import SharedTier
     from .kv.transfer import TierLink
 
-    codec = RawCodec(runner.arena.groups, settings.block_size)
+    codec = make_codec(runner.arena, settings.block_size, settings.tier_codec)
     size = codec.payload_bytes
     if settings.shared_tier_bytes < size:
         raise ParameterError(
@@ -440,6 +441,7 @@ def _tier_link(settings: Settings, runner: PagedRunner, clock: Clock, observer: 
         max_buffered_bytes=buffered_bytes,
         idle=ahead,
         observer=observer,
+        approximate=None if codec.is_exact else ApproximateSlots(runner.arena.num_slots),
     )
 
 

@@ -93,6 +93,9 @@ class PrometheusObserver:
             "trimmed_tokens", "Prompt tokens that trimming left out.", ("strategy",)
         )
         # The names are those of a registry, which takes a limited number of them.
+        self._approximate = counter(
+            "approximate_prompt_tokens", "Prompt tokens whose cached KV had been through a lossy codec."
+        )
         self._named = counter("named_prompt_requests", "Requests by the named prompt they used.", ("prompt",))
         self._named_queries = counter(
             "named_prompt_tokens", "Prompt tokens of requests with a named prompt.", ("prompt",)
@@ -151,6 +154,7 @@ class PrometheusObserver:
         self._finished.labels(event.finish_reason).inc()
         self._prompt.inc(usage.prompt_tokens)
         self._generated.inc(usage.completion_tokens)
+        self._approximate.inc(usage.approximate_tokens)
         if (trim := usage.trimmed) is not None:
             self._trimmed.labels(trim.strategy).inc()
             self._trimmed_tokens.labels(trim.strategy).inc(trim.given_tokens - usage.prompt_tokens)

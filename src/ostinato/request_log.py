@@ -228,6 +228,8 @@ class RequestLog:
             "block_tokens": self._block_tokens,
             "hash_ids": block_ids(self._key, entry.event.namespace, entry.tokens, self._block_tokens),
         }
+        if usage.approximate_tokens:
+            line["approximate_tokens"] = usage.approximate_tokens
         if num_dropped:
             line["dropped"] = num_dropped
         if self._with_content:

@@ -242,9 +242,10 @@ class Usage:
     """Tokens and seconds of one request, summed over its ``n`` choices where they add up.
 
     ``cached_tokens`` of ``prompt_tokens`` were read from the cache, ``written_tokens`` were newly made
-    findable. ``ttft_s`` is arrival to first token, ``queue_s`` the part of it before the engine began.
-    ``trimmed`` says what did not fit the budget, ``unrendered`` what the template does not write down;
-    ``prompt_name`` is the named prompt that was used.
+    findable. ``approximate_tokens`` of the cached ones come from a lossy codec that was asked for, or were
+    computed behind such. ``ttft_s`` is arrival to first token, ``queue_s`` the part of it before the engine
+    began. ``trimmed`` says what did not fit the budget, ``unrendered`` what the template does not write
+    down; ``prompt_name`` is the named prompt that was used.
     """
 
     prompt_tokens: int = 0
@@ -257,6 +258,7 @@ class Usage:
     trimmed: Trim | None = None
     unrendered: tuple[Unrendered, ...] = ()
     prompt_name: str = ""
+    approximate_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,8 @@ import torch
 from ostinato.engines.batching import Batcher, BatchingSettings, Sequence, SequenceStats
 from ostinato.engines.runners import LoadedModel, PagedRunner, StatefulRunner
 from ostinato.events import Observer
-from ostinato.kv.codecs.exact import RawCodec
+from ostinato.kv.approximate import ApproximateSlots
+from ostinato.kv.codecs.layered import make_codec
 from ostinato.kv.hashing import Namespace
 from ostinato.kv.manager import KVManager
 from ostinato.kv.tiers.shared import SharedTier
@@ -80,9 +81,13 @@ class Harness:
         slots: int = 1000,
         buffers: int = 1000,
         tier_type: type[SharedTier] = SharedTier,
+        codec: str = "exact",
         observer: Observer | None = None,
     ) -> None:
-        """``folder``: of a lower tier with ``slots`` blocks; ``buffers`` of them may be on their way."""
+        """``folder``: of a lower tier with ``slots`` blocks; ``buffers`` of them may be on their way.
+
+        Its slots are of one size whatever ``codec`` is, so that engines with different ones can share it.
+        """
         self.manager = KVManager(num_blocks, block_size)
         self.loaded = loaded
         self.runner = (
@@ -93,10 +98,18 @@ class Harness:
         self.link: TierLink | None = None
         if folder is not None:
             assert isinstance(self.runner, PagedRunner)
-            codec = RawCodec(self.runner.arena.groups, block_size)
-            size = codec.payload_bytes
+            arena = self.runner.arena
+            stored = make_codec(arena, block_size, codec)
+            size = make_codec(arena, block_size, "exact").payload_bytes
             tier = tier_type.open(folder, slot_bytes=size, capacity_bytes=size * slots)
-            self.link = TierLink(tier, codec, block_size, SystemClock(), max_buffered_bytes=size * buffers)
+            self.link = TierLink(
+                tier,
+                stored,
+                block_size,
+                SystemClock(),
+                max_buffered_bytes=size * buffers,
+                approximate=None if stored.is_exact else ApproximateSlots(arena.num_slots),
+            )
         self.batcher = Batcher(
             self.runner,
             self.manager,

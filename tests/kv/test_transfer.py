@@ -27,6 +27,8 @@ class ArrayCodec:
     """An arena whose KV of a token is one int64."""
 
     name = "array"
+    is_exact = True
+    window_tokens = 0
     payload_bytes = 8 * BLOCK
 
     def __init__(self, num_slots: int) -> None:

@@ -19,6 +19,7 @@ from server.conftest import Running, Start
 from server.wire import chat_body
 
 CHAT = "/v1/chat/completions"
+USAGE = Usage(100, 60, 40, 11, ttft_s=0.3, queue_s=0.1, total_s=1.3, approximate_tokens=48)
 
 
 def samples(text: str) -> dict[str, float]:
@@ -50,7 +51,7 @@ def test_events_become_series() -> None:
         BlocksEvicted(32, 2),
         Preempted(7),
         StepFinished(70, 3, 0.02),
-        RequestFinished("stop", Usage(100, 60, 40, 11, ttft_s=0.3, queue_s=0.1, total_s=1.3)),
+        RequestFinished("stop", USAGE),
         RequestFinished("abort", Usage(10, 0, 0, 0)),
         RequestFinished("error", Usage(10, 0, 0, 0)),
         TierLoaded(48, 3000, 1, 0.03),
@@ -64,6 +65,7 @@ def test_events_become_series() -> None:
     assert found["prefix_cache_evicted_blocks_total"] == 2
     assert found["num_preemptions_total"] == 1
     assert found["prompt_tokens_total"] == 120
+    assert found["approximate_prompt_tokens_total"] == 48
     assert found["generation_tokens_total"] == 11
     assert found["requests_finished_total{finish_reason=stop}"] == 1
     assert found["requests_finished_total{finish_reason=abort}"] == 1

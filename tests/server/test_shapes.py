@@ -191,6 +191,22 @@ def test_usage_and_timings_are_summed_over_prompts() -> None:
     assert last["ostinato"] == {"ttft_ms": 100.0, "queue_ms": 10.0, "total_ms": 900.0}
 
 
+def test_approximate_tokens_are_told_where_there_are_some() -> None:
+    usages = [Usage(10, 8, approximate_tokens=6), Usage(10, 4), Usage(10, 8, approximate_tokens=3)]
+    chat = ChatWriter(FRAME, TokenText(ByteTokenizer()), logprobs=False, include_usage=True)
+    legacy = CompletionWriter(
+        FRAME, TokenText(ByteTokenizer()), num_choices=1, logprobs=None, echo=lambda _: "", include_usage=True
+    )
+    for writer in (chat, legacy):
+        assert writer.usage_event(usages)["ostinato"]["approximate_tokens"] == 9
+        assert writer.whole(usages)["ostinato"]["approximate_tokens"] == 9
+        assert "approximate_tokens" not in writer.whole(usages[1:2])["ostinato"]
+        # A stream says so even where usage was not asked for.
+        last = [Chunk(0, "a", finish_reason="stop", usage=usage) for usage in usages]
+        assert [*writer.events(0, last[0])][-1]["ostinato"] == {"approximate_tokens": 6}
+        assert "ostinato" not in [*writer.events(0, last[1])][-1]
+
+
 def test_stop_reason_is_told(running: Running) -> None:
     reply = running.post("/v1/chat/completions", chat_body("say END now", stop=["END"])).json()
     assert reply["choices"][0]["message"]["content"] == "say "

@@ -72,6 +72,7 @@ class SequenceStats:
 
     prompt_tokens: int
     cached_tokens: int
+    approximate_tokens: int
     written_tokens: int
     output_tokens: int
     arrived_s: float
@@ -96,10 +97,10 @@ class Sequence:
     """One sequence from arrival to end. Only the engine's thread touches it after ``submit``."""
 
     __slots__ = (
-        "_tokens", "arrived_s", "cached_tokens", "cancelled", "chain", "copies", "first_token_s", "id",
-        "lease", "load", "max_new", "namespace", "num_choices", "num_computed", "num_prompt", "num_tokens",
-        "offers_tools", "params", "session", "sink", "started_s", "stop_token_ids", "terms",
-        "written_tokens",
+        "_tokens", "approximate_tokens", "arrived_s", "cached_tokens", "cancelled", "chain", "copies",
+        "first_token_s", "id", "lease", "load", "max_new", "namespace", "num_choices", "num_computed",
+        "num_exact", "num_prompt", "num_tokens", "offers_tools", "params", "session", "sink", "started_s",
+        "stop_token_ids", "terms", "written_tokens",
     )  # fmt: skip
 
     def __init__(
@@ -139,6 +140,8 @@ class Sequence:
         self.copies: tuple[SlotCopy, ...] = ()  # which the lease asked for, until the load is done
         self.cancelled = False
         self.cached_tokens = 0
+        self.approximate_tokens = 0  # of the cached ones
+        self.num_exact: int | None = None  # leading tokens, where not all are
         self.written_tokens = 0
         self.arrived_s = 0.0
         self.started_s: float | None = None
@@ -461,14 +464,28 @@ class Batcher:
             num_computed == sequence.lease.prefix_len
         ):  # otherwise what was to be copied has been read as a whole
             self._copies += sequence.copies
-        sequence.copies = ()
+        else:
+            sequence.copies = ()
         sequence.num_computed = num_computed
+        self._note_exactness(sequence)
+        sequence.copies = ()
         if sequence.started_s is None:
             sequence.started_s = self._clock.monotonic()
             sequence.cached_tokens = num_computed
             if self._sessions is not None:
                 self._sessions.began(sequence.namespace, sequence.tokens)
             self._runner.open(sequence.id, sequence.tokens[: sequence.num_prompt], sequence.params)
+
+    def _note_exactness(self, sequence: Sequence) -> None:
+        """Of a sequence that starts: where what was cached of it stops being exact."""
+        sequence.num_exact = None
+        if self._tier_link is not None and self._info.reuse:
+            assert sequence.lease is not None
+            num_cached = sequence.num_computed
+            num_exact = self._tier_link.num_exact(sequence.lease, num_cached, sequence.copies)
+            if num_exact < num_cached:
+                sequence.num_exact = num_exact
+                sequence.approximate_tokens = max(sequence.approximate_tokens, num_cached - num_exact)
 
     @property
     def _num_open(self) -> int:
@@ -571,6 +588,8 @@ class Batcher:
     def _commit(self, sequence: Sequence) -> None:
         if self._info.reuse and sequence.lease is not None and sequence.load is None:
             computed = sequence.tokens[: sequence.num_computed]
+            if self._tier_link is not None:
+                self._tier_link.note_computed(sequence.lease, len(computed), sequence.num_exact)
             sequence.written_tokens += sequence.lease.commit(computed)
             if self._tier_link is not None:
                 self._tier_link.offer(sequence.lease, computed, sequence.chain)
@@ -602,6 +621,7 @@ class Batcher:
         stats = SequenceStats(
             prompt_tokens=sequence.num_prompt,
             cached_tokens=sequence.cached_tokens,
+            approximate_tokens=sequence.approximate_tokens,
             written_tokens=sequence.written_tokens,
             output_tokens=sequence.num_output,
             arrived_s=sequence.arrived_s,

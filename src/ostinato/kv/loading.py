@@ -31,6 +31,14 @@ class BlockCodec(Protocol):
         """Says how; goes into the namespace of what is stored."""
 
     @property
+    def is_exact(self) -> bool:
+        """Whether ``decode`` brings back every bit."""
+
+    @property
+    def window_tokens(self) -> int:
+        """The last so many tokens of a prompt are better computed than read."""
+
+    @property
     def payload_bytes(self) -> int: ...
 
     def encode(self, slot: int, into: memoryview) -> bool:

@@ -19,8 +19,9 @@ from dataclasses import dataclass, replace
 
 from ostinato.events import Observer, TierLoaded
 from ostinato.ports import Clock
-from ostinato.types import Plan, TokenArray
+from ostinato.types import Plan, SlotCopy, TokenArray
 
+from .approximate import ApproximateSlots
 from .hashing import NO_PARENT, BlockKey, Namespace, block_keys
 from .loading import BlockCodec, Load, Loader
 from .manager import Lease
@@ -224,14 +225,20 @@ class TierLink:
         max_buffered_bytes: int,
         idle: Iterator[object] | None = None,
         observer: Observer | None = None,
+        approximate: ApproximateSlots | None = None,
     ) -> None:
-        """``idle`` is work for times in which nothing is loaded, advanced step by step in another thread."""
+        """``idle`` is work for times in which nothing is loaded, advanced step by step in another thread.
+
+        ``approximate``: of the arena; where the codec is not exact.
+        """
+        assert codec.is_exact == (approximate is None), "what is lossy is kept account of, and only that"
         self.tier = tier
         self.rates = Rates()
         self.counters = LoadCounters()
         self.write_back = WriteBack(tier, codec, max_buffered_bytes=max_buffered_bytes)
         self._codec = codec
         self._block_size = block_size
+        self._approximate = approximate
         self._observe = observer or (lambda event: None)
         self._closing = threading.Lock()
         self._is_closed = False
@@ -260,6 +267,8 @@ class TierLink:
             return None
         self._extend(chain, lease.namespace, tokens)
         found = chain.num_below = self.tier.lookup(chain.keys).num_hits
+        if self._codec.window_tokens:
+            found = min(found, max(0, len(tokens) - self._codec.window_tokens) // size)
         num_hit = min(found * size, usable)
         self.counters.looked_up_tokens += usable - lease.prefix_len
         self.counters.hit_tokens += max(0, num_hit - lease.prefix_len)
@@ -295,6 +304,8 @@ class TierLink:
             self.rates.note_load(num_tokens, load.duration_s)
             self.counters.loaded_bytes += num_bytes
             self.counters.loaded_tokens += end - lease.prefix_len
+            if self._approximate is not None:
+                self._approximate.mark(lease.slots(lease.prefix_len // size * size, end), 0)
             lease.commit(tokens[:end])
         self._observe(TierLoaded(end - lease.prefix_len, num_bytes, num_failed, load.duration_s))
         return end
@@ -319,6 +330,26 @@ class TierLink:
             if not self.write_back.offer(chain.keys, place, slot):
                 return
             chain.num_below = place + 1
+
+    def num_exact(self, lease: Lease, num_tokens: int, copies: Sequence[SlotCopy]) -> int:
+        """How many of the ``num_tokens`` leading tokens that need not be computed are exact, and so is what
+        is computed after them if all are. ``copies`` will run before anything is computed.
+        """
+        if self._approximate is None:
+            return num_tokens
+        self._approximate.copy(copies)
+        return self._approximate.first(lease.slots(0, num_tokens))
+
+    def note_computed(self, lease: Lease, num_tokens: int, num_exact: int | None) -> None:
+        """So many leading tokens have their KV now, of which ``num_exact`` (``None``: all) are exact.
+
+        To be called before they are committed, so that whoever finds them knows.
+        """
+        if self._approximate is None or num_tokens <= lease.prefix_len:
+            return
+        start = lease.prefix_len // self._block_size * self._block_size  # a shared block has been copied
+        exact = num_tokens if num_exact is None else max(0, num_exact - start)
+        self._approximate.mark(lease.slots(start, num_tokens), exact)
 
     def note_step(self, plan: Plan, duration_s: float) -> None:
         """How long an engine step took: where it ran prompts, that is what computing costs."""

@@ -11,10 +11,11 @@ from pydantic import Discriminator, Field, Tag
 
 from ..errors import ParameterError
 from ..types import Chunk, GenerationRequest, TokenLogprob, Usage
+from .extras import extras_object, remarks_object
 from .fields import TokenId
 from .sampling import MAX_LOGPROBS, SamplingFields, check_max_tokens, namespace_salt, unsupported
 from .sessions import session_of
-from .wire import Collected, Frame, Json, TokenText, finish_fields, finite, timings_object, usage_object
+from .wire import Collected, Frame, Json, TokenText, finish_fields, finite, usage_object
 
 _DEFAULT_MAX_TOKENS: Final = 16  # OpenAI's
 
@@ -140,6 +141,8 @@ class CompletionWriter:
             event = self._frame.around("text_completion", [self._choice(index, text, chunk.logprobs, chunk)])
             if self._include_usage:
                 event["usage"] = None
+            if chunk.usage is not None and (remarks := remarks_object([chunk.usage])):
+                event["ostinato"] = remarks
             yield event
 
     def collect(self, prompt_index: int, chunk: Chunk) -> None:
@@ -153,11 +156,11 @@ class CompletionWriter:
             text = self._echo(index // self._num_choices) + "".join(choice.text)
             choices.append(self._choice(index, text, choice.logprobs, choice.last))
         whole = self._frame.around("text_completion", choices)
-        return whole | {"usage": usage_object(usages), "ostinato": timings_object(usages)}
+        return whole | {"usage": usage_object(usages), "ostinato": extras_object(usages)}
 
     def usage_event(self, usages: Sequence[Usage]) -> Json:
         event = self._frame.around("text_completion", [])
-        return event | {"usage": usage_object(usages), "ostinato": timings_object(usages)}
+        return event | {"usage": usage_object(usages), "ostinato": extras_object(usages)}
 
     def _choice(self, index: int, text: str, logprobs: Sequence[TokenLogprob], last: Chunk) -> Json:
         shaped = self._logprobs_object(index, logprobs)

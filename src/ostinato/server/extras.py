@@ -62,8 +62,13 @@ def pinned_messages(choice: Strategy | TrimFields | None) -> tuple[int, ...]:
 
 
 def remarks_object(usages: Sequence[Usage]) -> Json:
-    """What became of the prompt on its way to the model; empty where all of it is there as it came."""
+    """What became of the prompt on its way to the model; empty where all of it is there as it came.
+
+    ``approximate_tokens``: so many of the cached ones are not exactly what computing them would have given.
+    """
     remarks: Json = {}
+    if num_approximate := sum(usage.approximate_tokens for usage in usages):
+        remarks["approximate_tokens"] = num_approximate
     for usage in usages:
         if usage.prompt_name:
             remarks["prompt"] = usage.prompt_name

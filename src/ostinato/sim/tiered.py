@@ -71,6 +71,8 @@ class NamedArena:
 
     payload_bytes: Final = _NAME.size
     name: Final = "names"
+    is_exact: Final = True
+    window_tokens: Final = 0
 
     def __init__(self, num_slots: int) -> None:
         self._names: list[bytes | None] = [None] * num_slots

@@ -26,6 +26,7 @@ class RawCodec:
 
     name = "raw"
     is_exact = True
+    window_tokens = 0
 
     def __init__(self, groups: Sequence[Tensor], block_size: int) -> None:
         assert groups, "an arena has groups"

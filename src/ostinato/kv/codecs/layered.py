@@ -19,6 +19,9 @@ _VERSION = 1
 
 _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
+WINDOW_TOKENS = 64
+"""Of a prompt's last tokens, where some layer has four bits: what is said next depends on them most."""
+
 _SERIAL_NUMBERS = 32_768
 """torch computes so many in the caller's thread, and shares out more. Blocks are decoded beside the engine:
 a second team of threads would slow both."""
@@ -51,6 +54,8 @@ class LayeredCodec:
     def __init__(self, arena: Arena, block_size: int, codings: tuple[Coding, ...]) -> None:
         assert len(codings) == len(arena.layers), f"{len(codings)} codings, {len(arena.layers)} layers"
         self.spec = spec_of(codings)
+        has_four_bits = any("int4" in (coding.keys, coding.values) for coding in codings)
+        self.window_tokens = WINDOW_TOKENS if has_four_bits else 0
         self.name = f"lossy v{_VERSION} {self.spec}"
         self._block_size = block_size
         self._pieces: list[tuple[Tensor, Form, slice]] = []

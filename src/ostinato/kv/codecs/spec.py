@@ -47,6 +47,16 @@ def parse_spec(spec: str) -> tuple[Choice, ...]:
     return tuple(_choice(part, spec) for part in spec.split(","))
 
 
+def is_lossy(spec: str) -> bool:
+    """Whether ``spec`` asks for anything that loses something of a wide enough type.
+
+    Raises:
+        ParameterError: it cannot be read.
+    """
+    exact = {"exact", "fp32"}
+    return any(not {choice.coding.keys, choice.coding.values} <= exact for choice in parse_spec(spec))
+
+
 def codings_of(spec: str, num_layers: int) -> tuple[Coding, ...]:
     """The coding of each of ``num_layers`` layers.
 
