@@ -12,7 +12,7 @@ from dataclasses import replace
 from blake3 import blake3
 
 from .assembly import Assembled
-from .engines.batching import SequenceStats
+from .engines.sequence import SequenceStats
 from .ports import Tokenizer
 from .prompt.calls import CallReader, CallSyntax, Piece
 from .prompt.detokenize import Detokenizer

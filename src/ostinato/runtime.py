@@ -21,7 +21,8 @@ from typing import Any, Self
 from .answers import Answer, Calls, Choice
 from .assembly import Assembled, Assembler, tokenize_conversation
 from .engines.base import RunnerInfo
-from .engines.batching import Batcher, Sequence
+from .engines.batching import Batcher
+from .engines.sequence import Sequence
 from .errors import ParameterError, PromptTooLongError, QueueFullError, ShuttingDownError
 from .events import Event, Observer, RequestFinished
 from .kv.hashing import Namespace

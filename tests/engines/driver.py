@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from ostinato.engines.batching import Batcher, BatchingSettings, Sequence, SequenceStats
+from ostinato.engines.batching import Batcher, BatchingSettings
 from ostinato.engines.runners import LoadedModel, PagedRunner, StatefulRunner
+from ostinato.engines.sequence import Sequence, SequenceStats
 from ostinato.events import Observer
 from ostinato.kv.approximate import ApproximateSlots
 from ostinato.kv.codecs.layered import make_codec

@@ -1,0 +1,119 @@
+"""One sequence on its way through the engine, and where its tokens go."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from ..kv.hashing import Namespace
+from ..kv.loading import Load
+from ..kv.manager import Lease
+from ..kv.terms import NO_TERMS, Terms
+from ..kv.transfer import Chain
+from ..types import FinishReason, SamplingParams, Session, SlotCopy, TokenArray, TokenLogprob
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceStats:
+    """What one sequence cost. Times are clock readings in seconds; ``None`` where it did not come so far."""
+
+    prompt_tokens: int
+    cached_tokens: int
+    approximate_tokens: int
+    written_tokens: int
+    output_tokens: int
+    arrived_s: float
+    started_s: float | None
+    first_token_s: float | None
+    finished_s: float
+
+
+class TokenSink(Protocol):
+    """Where a sequence's tokens go. Called in the engine's thread: be quick, never wait, never raise."""
+
+    def on_token(self, token_id: int, logprob: TokenLogprob | None) -> bool:
+        """Take one token; true ends the sequence (a stop string was completed)."""
+
+    def on_finish(
+        self, reason: FinishReason, stop_token: int | None, stats: SequenceStats, error: Exception | None
+    ) -> FinishReason:
+        """Called exactly once, last; returns the reason as whoever asked is told it."""
+
+
+class Sequence:
+    """One sequence from arrival to end. Only the engine's thread touches it after ``submit``."""
+
+    __slots__ = (
+        "_tokens", "approximate_tokens", "arrived_s", "cached_tokens", "cancelled", "chain", "copies",
+        "first_token_s", "id", "lease", "load", "max_new", "namespace", "num_choices", "num_computed",
+        "num_exact", "num_prompt", "num_tokens", "offers_tools", "params", "session", "sink", "started_s",
+        "stop_token_ids", "terms", "written_tokens",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        prompt: TokenArray,
+        params: SamplingParams,
+        namespace: Namespace,
+        sink: TokenSink,
+        *,
+        max_new_tokens: int,
+        stop_token_ids: frozenset[int],
+        num_choices: int = 1,
+        offers_tools: bool = False,
+        session: Session | None = None,
+        terms: Terms = NO_TERMS,
+    ) -> None:
+        assert len(prompt) > 0, "a sequence has at least one token"
+        assert max_new_tokens > 0, "a sequence asks for at least one token"
+        self.id = -1
+        self.params = params
+        self.namespace = namespace
+        self.terms = terms
+        self.sink = sink
+        self.max_new = max_new_tokens
+        self.stop_token_ids = stop_token_ids
+        self.num_choices = num_choices
+        self.offers_tools = offers_tools
+        self.session = session
+        self.num_prompt = len(prompt)
+        self.num_tokens = len(prompt)
+        self._tokens = np.empty(len(prompt) + min(max_new_tokens, 256), dtype=np.int32)
+        self._tokens[: len(prompt)] = prompt
+        self.num_computed = 0
+        self.chain = Chain(terms)  # what the lower tier knows of it
+        self.lease: Lease | None = None
+        self.load: Load | None = None  # while it waits: what is being read into its lease's blocks
+        self.copies: tuple[SlotCopy, ...] = ()  # which the lease asked for, until the load is done
+        self.cancelled = False
+        self.cached_tokens = 0
+        self.approximate_tokens = 0  # of the cached ones
+        self.num_exact: int | None = None  # leading tokens, where not all are
+        self.written_tokens = 0
+        self.arrived_s = 0.0
+        self.started_s: float | None = None
+        self.first_token_s: float | None = None
+
+    @property
+    def tokens(self) -> TokenArray:
+        """Prompt and output so far (a view)."""
+        return self._tokens[: self.num_tokens]
+
+    @property
+    def num_output(self) -> int:
+        return self.num_tokens - self.num_prompt
+
+    @property
+    def is_prefilling(self) -> bool:
+        """More than its newest token has no KV yet."""
+        return self.num_tokens - self.num_computed > 1 or self.num_computed < self.num_prompt
+
+    def append(self, token_id: int) -> None:
+        if self.num_tokens == len(self._tokens):
+            grown = np.empty(2 * len(self._tokens), dtype=np.int32)
+            grown[: self.num_tokens] = self._tokens
+            self._tokens = grown
+        self._tokens[self.num_tokens] = token_id
+        self.num_tokens += 1
