@@ -13,6 +13,7 @@ from .errors import ParameterError, TemplateError
 from .kv.hashing import Namespace
 from .ports import Tokenizer
 from .prompt.calls import CallSyntax, call_syntax
+from .prompt.canonical import CanonicalRules, canonical
 from .prompt.conversation import validate
 from .prompt.growing import GrowingPrompts
 from .prompt.registry import PromptRegistry
@@ -22,6 +23,7 @@ from .prompt.tokens import HFTokenizer
 from .prompt.trimming import Trimmed, Trimmer
 from .prompt.unrendered import unrendered
 from .types import (
+    Change,
     Conversation,
     GenerationRequest,
     PromptUse,
@@ -73,11 +75,18 @@ class Assembled:
     tool_names: tuple[str, ...] = ()
     trimmed: Trim | None = None
     unrendered: tuple[Unrendered, ...] = ()
+    changed: tuple[Change, ...] = ()
     prompt_name: str = ""
 
     def annotate(self, usage: Usage) -> Usage:
         """``usage`` with what only the assembly knows."""
-        return replace(usage, trimmed=self.trimmed, unrendered=self.unrendered, prompt_name=self.prompt_name)
+        return replace(
+            usage,
+            trimmed=self.trimmed,
+            unrendered=self.unrendered,
+            changed=self.changed,
+            prompt_name=self.prompt_name,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +116,7 @@ class Assembler:
         tokenizer: the model's.
         template: how conversations are written; ``None``: not at all.
         namespace: of the model; its template is set to the identity of what writes.
+        canonical_rules: what to bring into one form before anything else is done; ``None``: nothing.
         rules: what to do with roles and orders of messages that the template has no place for.
         trim: what to do with a conversation that is too long, where the request does not say.
         prompts: the named prompts that requests may use.
@@ -119,12 +129,14 @@ class Assembler:
         namespace: Namespace,
         *,
         rules: MessageRules | None = None,
+        canonical_rules: CanonicalRules | None = None,
         trim: TrimRules | None = None,
         prompts: PromptRegistry | None = None,
     ) -> None:
         self.prompts = PromptRegistry() if prompts is None else prompts
         self._tokenizer = tokenizer
         self._trim = TrimRules(strategy="off") if trim is None else trim
+        self._canonical_rules = canonical_rules
         self._own_template = template
         self._message_rules = MessageRules() if rules is None else rules
         self._lock = threading.Lock()
@@ -181,6 +193,11 @@ class Assembler:
                 "this model has no chat template: choose one when it is loaded, or send a text prompt"
             )
         given = self._with_named(prompt, request.named_prompt, writing.template)
+        changed: tuple[Change, ...] = ()
+        if self._canonical_rules is not None and request.canonical:
+            validate(given, roles=writing.template.roles)
+            form = canonical(given, self._canonical_rules)
+            given, changed = form.conversation, form.changes
         conversation, tokens, trimmed = self._within_budget(given, request, writing, max_model_len)
         left_out = unrendered(
             conversation, writing.template, continue_final_message=request.continue_final_message
@@ -201,6 +218,7 @@ class Assembler:
             tool_names=tuple(tool["function"]["name"] for tool in prompt.tools),
             trimmed=None if trimmed is None else _report(trimmed, self._rules(request, max_model_len)),
             unrendered=left_out,
+            changed=changed,
             prompt_name="" if request.named_prompt is None else request.named_prompt.name,
         )
 

@@ -66,6 +66,11 @@ def engine_options(command: F) -> F:
                 help="TOML file with roles of your own and rules for what the template has no place for.",
             ),
             click.option(
+                "--canonical",
+                type=click.Path(path_type=Path, dir_okay=False),
+                help="TOML file with rules of canonical form; it changes what the model reads.",
+            ),
+            click.option(
                 "--trim",
                 type=click.Choice(["off", "drop", "shorten", "sticky"]),
                 help="What to do with conversations that are too long, where a request does not say.",

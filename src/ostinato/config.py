@@ -19,7 +19,7 @@ from .types import TrimRules, TrimStrategy
 DEFAULT_MODEL = "smollm2-135m"
 PREFIX = "OSTINATO_"
 _SIZES = ("kv_cache", "shared_tier_bytes", "trace_bytes")
-_PATHS = ("store", "shared_tier", "trace", "prompts", "message_rules")
+_PATHS = ("store", "shared_tier", "trace", "prompts", "message_rules", "canonical")
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 
@@ -47,6 +47,8 @@ class Settings:
         template: ``auto`` (the model's own), a named template, or a file with a Jinja template.
         message_rules: TOML file with roles of your own, and with rules for repeated roles and late system
             messages.
+        canonical: TOML file with rules of canonical form, for all conversations; it changes what the model
+            reads.
         prompts: TOML file with named prompts.
         trim: what to do with conversations that are too long, where a request does not say: ``off`` (refuse
             them), ``drop``, ``shorten`` or ``sticky``.
@@ -81,6 +83,7 @@ class Settings:
     device: str = "cpu"
     template: str = "auto"
     message_rules: Path | None = None
+    canonical: Path | None = None
     prompts: Path | None = None
     trim: str = "off"
     trim_budget: int | None = None

@@ -18,6 +18,7 @@ from .config import Settings
 from .errors import ParameterError
 from .kv.hashing import Namespace
 from .ports import Clock, SystemClock
+from .prompt.canonical import CanonicalRules, read_canonical_rules
 from .prompt.conversation import ROLES, conversation_from_dicts
 from .prompt.registry import PromptRegistry, read_prompts
 from .prompt.rules import CustomRole, MessageRules, read_rules
@@ -108,6 +109,7 @@ class Engine:
     - ``prompt`` and ``variables``: a prompt of :attr:`prompts` by name, whose messages come before the
       conversation's; then there need be none.
     - ``continue_final_message=True``: go on with the assistant's last message.
+    - ``canonical=False``: leave this conversation as it is, where rules of canonical form were set.
     """
 
     def __init__(self, runtime: Runtime) -> None:
@@ -193,6 +195,7 @@ class Engine:
             pinned=tuple(options.pop("pinned", ())),
             named_prompt=None if name is None else PromptUse(name, variables or {}),
             continue_final_message=bool(options.pop("continue_final_message", False)),
+            canonical=bool(options.pop("canonical", True)),
         )
         return self._prepare(request, options)
 
@@ -222,6 +225,7 @@ def load(
     *,
     clock: Clock | None = None,
     rules: MessageRules | None = None,
+    canonical_rules: CanonicalRules | None = None,
     **settings: Any,
 ) -> Engine:
     """Load a model, fetching it first if need be, and start the engine.
@@ -231,6 +235,8 @@ def load(
         clock: where the time comes from; fix it to fix what a template says of today.
         rules: what to do with roles, repeated roles and late system messages that the template has no place
             for; instead of the setting ``message_rules``, which reads them from a file.
+        canonical_rules: what to bring into one form in every conversation; instead of the setting
+            ``canonical``, which reads them from a file.
         settings: fields of :class:`ostinato.config.Settings`.
 
     Raises:
@@ -244,11 +250,17 @@ def load(
     if model is not None:
         settings["model"] = str(model)
     chosen = Settings.from_environment(os.environ, **settings)
-    return Engine(build_runtime(chosen, clock or SystemClock(), rules=rules))
+    clock = clock or SystemClock()
+    return Engine(build_runtime(chosen, clock, rules=rules, canonical_rules=canonical_rules))
 
 
 def build_runtime(
-    settings: Settings, clock: Clock, progress: Any = None, *, rules: MessageRules | None = None
+    settings: Settings,
+    clock: Clock,
+    progress: Any = None,
+    *,
+    rules: MessageRules | None = None,
+    canonical_rules: CanonicalRules | None = None,
 ) -> Runtime:
     """Put the parts together: model, tokenizer, template, books, arena, engine."""
     from .engines.worker import Worker
@@ -261,6 +273,8 @@ def build_runtime(
     # What can be wrong in the operator's files is told before a model is fetched.
     if rules is None and settings.message_rules is not None:
         rules = read_rules(settings.message_rules)
+    if canonical_rules is None and settings.canonical is not None:
+        canonical_rules = read_canonical_rules(settings.canonical)
     prompts = PromptRegistry(() if settings.prompts is None else read_prompts(settings.prompts))
     local = fetch(
         settings.model,
@@ -277,7 +291,13 @@ def build_runtime(
 
     def assembler(namespace: Namespace) -> Assembler:
         return Assembler(
-            tokenizer, template, namespace, rules=rules, trim=settings.trim_rules, prompts=prompts
+            tokenizer,
+            template,
+            namespace,
+            rules=rules,
+            canonical_rules=canonical_rules,
+            trim=settings.trim_rules,
+            prompts=prompts,
         )
 
     try:

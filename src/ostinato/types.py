@@ -226,6 +226,17 @@ class Trim:
 
 
 @dataclass(frozen=True, slots=True)
+class Change:
+    """What a rule of the canonical form changed.
+
+    ``where`` is ``messages[2]``, ``messages[2].tool_calls[0]`` or ``tools``.
+    """
+
+    rule: str
+    where: str
+
+
+@dataclass(frozen=True, slots=True)
 class Unrendered:
     """A field that the template left out of the prompt.
 
@@ -245,7 +256,7 @@ class Usage:
     findable. ``approximate_tokens`` of the cached ones come from a lossy codec that was asked for, or were
     computed behind such. ``ttft_s`` is arrival to first token, ``queue_s`` the part of it before the engine
     began. ``trimmed`` says what did not fit the budget, ``unrendered`` what the template does not write
-    down; ``prompt_name`` is the named prompt that was used.
+    down, ``changed`` what was brought into canonical form; ``prompt_name`` is the named prompt that was used.
     """
 
     prompt_tokens: int = 0
@@ -257,6 +268,7 @@ class Usage:
     total_s: float = 0.0
     trimmed: Trim | None = None
     unrendered: tuple[Unrendered, ...] = ()
+    changed: tuple[Change, ...] = ()
     prompt_name: str = ""
     approximate_tokens: int = 0
 
@@ -318,7 +330,8 @@ class GenerationRequest:
     ``salt`` keeps this request's KV apart from everyone else's with another salt. ``num_choices`` is
     OpenAI's ``n``. Of conversations only: ``trim`` (``None``: as the runtime is set) and ``pinned``, the
     indices of messages that trimming must leave; ``named_prompt``, whose messages come first;
-    ``continue_final_message``: go on with the assistant's last message instead of answering it.
+    ``continue_final_message``: go on with the assistant's last message instead of answering it;
+    ``canonical``: whether to apply the runtime's rules of canonical form, where it has some.
     ``is_warming``: nobody waits for the answer, it is asked for what it leaves in the cache; such requests
     are no part of logs and statistics. ``session``: which conversation this is, where known. ``cache_ttl_s``:
     for how long after its last use what is kept of this request may be found; ``None``: as long as the server
@@ -334,6 +347,7 @@ class GenerationRequest:
     pinned: tuple[int, ...] = ()
     named_prompt: PromptUse | None = None
     continue_final_message: bool = False
+    canonical: bool = True
     is_warming: bool = False
     session: Session | None = None
     cache_ttl_s: float | None = None

@@ -17,6 +17,7 @@ import ostinato
 from doors.serving import serving
 from doors.tiny import save_tiny_chat_model
 from ostinato.errors import ConversationError, ParameterError, PromptTooLongError, UnknownRoleError
+from ostinato.prompt.canonical import CanonicalRules, Replacement, read_canonical_rules
 from ostinato.prompt.rules import CustomRole, MessageRules
 from ostinato.types import GenerationRequest, Message, TrimRules
 
@@ -465,3 +466,36 @@ def test_a_begun_answer_is_continued(client: openai.OpenAI, engine: ostinato.Eng
     assert reply.choices[0].message.content == expected.text
     with pytest.raises(openai.BadRequestError, match="cannot be continued"):
         ask(client, messages[:1], continue_final_message=True)
+
+
+# ---------------------------------------------------------------- canonical form
+
+
+def test_one_form_for_all_conversations_of_an_engine(folder: Path, tmp_path: Path) -> None:
+    file = tmp_path / "canonical.toml"
+    file.write_text(
+        "line_ends = true\nwhitespace = true\n[[replacements]]\npattern = 'SKU:\\w+'\nby = 'SKU'\n"
+    )
+    messy = [{"role": "user", "content": "Hello  there,\r\nhere is SKU:12345."}]
+    tidy = [{"role": "user", "content": "Hello there,\nhere is SKU."}]
+    with ostinato.load(folder, kv_cache=4 << 20, canonical=file) as engine, serving(engine) as client:
+        expected = engine.chat(tidy, **OPTIONS)
+        assert expected.usage.changed == ()
+        reply = ask(client, messy)
+        assert reply.choices[0].message.content == expected.text
+        assert reply.usage.prompt_tokens_details.cached_tokens == reply.usage.prompt_tokens - 1
+        where = {(item["rule"], item["where"]) for item in reply.ostinato["canonical"]}
+        assert {place for _, place in where} == {"messages[0]"}
+        assert {rule for rule, _ in where} >= {"line_ends", "whitespace"}
+        left = ask(client, messy, canonical=False)
+        assert "canonical" not in left.ostinato
+        assert left.usage.prompt_tokens > reply.usage.prompt_tokens
+    rules = CanonicalRules(line_ends=True, whitespace=True, replacements=(Replacement(r"SKU:\w+", "SKU"),))
+    assert read_canonical_rules(file) == rules
+    with ostinato.load(folder, kv_cache=4 << 20, canonical_rules=rules) as engine:
+        assert engine.chat(messy, **OPTIONS).text == expected.text
+    for text in ("[", "other = true", "tools = 1", "unicode = 'X'", "replacements = 3", "roles = 'user'",
+                 "[[replacements]]\npattern = '('\nby = ''", "[[replacements]]\npattern = 'a'"):  # fmt: skip
+        file.write_text(text)
+        with pytest.raises(ParameterError, match=re.escape(str(file))):
+            ostinato.load(folder, canonical=file)

@@ -12,13 +12,15 @@ from __future__ import annotations
 
 import json
 import re
+import tomllib
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 from ..errors import ParameterError
-from ..types import Conversation, Message, ToolCall
+from ..types import Change, Conversation, Message, ToolCall
 
 UnicodeForm: TypeAlias = Literal["NFC", "NFKC"]
 
@@ -89,16 +91,44 @@ class CanonicalRules:
     roles: tuple[str, ...] = ("system", "developer", "user")
 
     def __post_init__(self) -> None:
+        for name in ("line_ends", "whitespace", "emphasis", "tools", "arguments"):
+            if not isinstance(getattr(self, name), bool):
+                raise ParameterError(f"{name} must be true or false", param=name, code="invalid_type")
         if self.unicode not in (None, "NFC", "NFKC"):
             raise ParameterError("unicode must be NFC or NFKC", param="unicode")
 
 
-@dataclass(frozen=True, slots=True)
-class Change:
-    """What a rule changed: ``where`` is ``messages[2]``, ``messages[2].tool_calls[0]`` or ``tools``."""
+def read_canonical_rules(file: Path) -> CanonicalRules:
+    """Rules out of a TOML file: the fields of :class:`CanonicalRules`, ``replacements`` being tables with
+    ``pattern`` and ``by``.
 
-    rule: str
-    where: str
+    Raises:
+        ParameterError: it cannot be read, or a rule makes no sense; the message names the file.
+    """
+    try:
+        with file.open("rb") as opened:
+            given: dict[str, Any] = tomllib.load(opened)
+    except (OSError, ValueError) as error:  # a fault in TOML or in its encoding is a ValueError
+        raise ParameterError(f"{file} cannot be read: {error}", param="canonical") from error
+    if unknown := given.keys() - {item.name for item in fields(CanonicalRules)}:
+        raise ParameterError(f"{file}: there is no rule {min(unknown)!r}", param="canonical")
+    replacements, roles = given.pop("replacements", []), given.pop("roles", None)
+    if not isinstance(replacements, list) or not all(
+        isinstance(item, dict) and item.keys() == {"pattern", "by"} and all(map(_is_text, item.values()))
+        for item in replacements
+    ):
+        raise ParameterError(f"{file}: replacements are tables with pattern and by", param="canonical")
+    if roles is not None and not (isinstance(roles, list) and all(map(_is_text, roles))):
+        raise ParameterError(f"{file}: roles are a list of names", param="canonical")
+    try:
+        rules = CanonicalRules(replacements=tuple(Replacement(**item) for item in replacements), **given)
+    except ParameterError as error:
+        raise ParameterError(f"{file}: {error}", param="canonical") from error
+    return rules if roles is None else replace(rules, roles=tuple(roles))
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str)
 
 
 @dataclass(frozen=True, slots=True)

@@ -101,7 +101,7 @@ _UNSUPPORTED: Final[Mapping[str, tuple[object, ...]]] = {
 class ChatRequest(SamplingFields):
     """The body of a chat completion request. ``prediction`` only ever changes the speed.
 
-    ``trim``, ``prompt`` (a named one) and ``continue_final_message`` are not OpenAI's.
+    ``trim``, ``prompt`` (a named one), ``continue_final_message`` and ``canonical`` are not OpenAI's.
     """
 
     messages: list[WireMessage]
@@ -114,6 +114,7 @@ class ChatRequest(SamplingFields):
     trim: TrimChoice | None = None
     prompt: PromptFields | None = None
     continue_final_message: bool | None = None
+    canonical: bool | None = None
 
     audio: Any = None
     function_call: Any = None
@@ -161,6 +162,7 @@ class ChatRequest(SamplingFields):
             pinned=pinned_messages(self.trim),
             named_prompt=None if self.prompt is None else self.prompt.use(),
             continue_final_message=bool(self.continue_final_message),
+            canonical=self.canonical is not False,
             session=session_of(self.session),
         )
 

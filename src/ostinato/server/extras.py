@@ -81,6 +81,8 @@ def remarks_object(usages: Sequence[Usage]) -> Json:
                 "dropped_messages": len(trim.dropped),
                 "shortened_messages": len(trim.shortened),
             }
+        if usage.changed:
+            remarks["canonical"] = [{"rule": item.rule, "where": item.where} for item in usage.changed]
         if usage.unrendered:
             remarks["unrendered"] = [
                 {"field": item.field, "messages": list(item.messages)} for item in usage.unrendered
