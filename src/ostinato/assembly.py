@@ -20,7 +20,7 @@ from .prompt.registry import PromptRegistry
 from .prompt.rules import CustomRole, MessageRules, RuledTemplate
 from .prompt.template import Template
 from .prompt.tokens import HFTokenizer
-from .prompt.trimming import Trimmed, Trimmer
+from .prompt.trimming import EarlierCuts, Trimmed, Trimmer
 from .prompt.unrendered import unrendered
 from .types import (
     Change,
@@ -136,6 +136,7 @@ class Assembler:
         self.prompts = PromptRegistry() if prompts is None else prompts
         self._tokenizer = tokenizer
         self._trim = TrimRules(strategy="off") if trim is None else trim
+        self._cuts = EarlierCuts()
         self._canonical_rules = canonical_rules
         self._own_template = template
         self._message_rules = MessageRules() if rules is None else rules
@@ -246,7 +247,14 @@ class Assembler:
             return given, tokens, None
         assert writing.template is not None, "without a template nothing could be trimmed"
         trimmer = Trimmer(writing.template, self._tokenizer, rules)
-        trimmed = trimmer.trim(given, pinned=pinned, scope=salt, continue_final_message=goes_on)
+        trimmed = self._cuts.trim(
+            trimmer,
+            given,
+            pinned=pinned,
+            scope=salt,
+            continue_final_message=goes_on,
+            space=(writing.template.identity, rules),
+        )
         tokens = self._tokens(trimmed.conversation, writing, salt, goes_on)
         assert len(tokens) == trimmed.num_tokens, "a trimmed prompt has another length than was counted"
         return trimmed.conversation, tokens, trimmed

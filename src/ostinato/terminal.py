@@ -79,11 +79,15 @@ def _show(chunks: Iterator[Chunk], console: Console) -> Message:
 
 def _cost(usage: Usage) -> str:
     decode_s = usage.total_s - usage.ttft_s
+    trim = usage.trimmed
     rate = f"{(usage.completion_tokens - 1) / decode_s:.0f} tokens/s" if usage.completion_tokens > 1 else ""
     parts = [
         f"reused {usage.cached_tokens} of {usage.prompt_tokens} prompt tokens",
         f"first token after {usage.ttft_s * 1000:.0f} ms",
         f"{usage.completion_tokens} tokens",
         rate,
+        ""
+        if trim is None
+        else f"{trim.given_tokens - usage.prompt_tokens} tokens did not fit and were left out",
     ]
     return "· " + " · ".join(part for part in parts if part)

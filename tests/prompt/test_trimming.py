@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import copy
 from itertools import pairwise
 
 import pytest
@@ -13,8 +14,8 @@ from ostinato.errors import ParameterError, PromptTooLongError
 from ostinato.prompt.conversation import validate
 from ostinato.prompt.template import named_template
 from ostinato.prompt.tokens import HFTokenizer
-from ostinato.prompt.trimming import Trimmed, Trimmer
-from ostinato.types import Conversation, Message, ToolCall, TrimRules
+from ostinato.prompt.trimming import EarlierCuts, Trimmed, Trimmer
+from ostinato.types import Conversation, Message, Rendered, TokenArray, ToolCall, TrimRules
 
 Tokenizers = Callable[[str], HFTokenizer]
 
@@ -185,6 +186,46 @@ def test_going_on_from_the_last_result_gives_the_same(tokenizers: Tokenizers, st
     for prompt in history(25, tools=True):
         since = trimmer.trim(prompt, since=since)
         assert since == trimmer.trim(prompt)
+
+
+class Counting(HFTokenizer):
+    """Counts how often it is asked for tokens."""
+
+    num_asked = 0
+
+    def encode_rendered(self, rendered: Rendered, *, scope: str = "") -> TokenArray:
+        self.num_asked += 1
+        return super().encode_rendered(rendered, scope=scope)
+
+
+@pytest.mark.parametrize("strategy", ["drop", "shorten", "sticky"])
+def test_remembered_cuts_change_nothing_but_the_work(tokenizers: Tokenizers, strategy: str) -> None:
+    tokenizer = copy(tokenizers("chatml"))
+    tokenizer.__class__ = Counting
+    assert isinstance(tokenizer, Counting)
+    trimmer = Trimmer(TEMPLATE, tokenizer, TrimRules(1_500, strategy))  # type: ignore[arg-type]
+    asked = []
+    for cuts in (EarlierCuts(), EarlierCuts(0)):
+        tokenizer.num_asked = 0
+        for number, prompt in enumerate(history(25, tools=True)):
+            for scope, pinned in (("", ()), ("other", (1,))):
+                if number % 3 == 0 or not scope:
+                    trimmed = cuts.trim(trimmer, prompt, scope=scope, pinned=pinned)
+                    assert trimmed == trimmer.trim(prompt, pinned=pinned)
+        asked.append(tokenizer.num_asked)
+    assert asked[0] < asked[1] or strategy == "drop"
+
+
+def test_remembered_cuts_are_bounded(tokenizers: Tokenizers) -> None:
+    trimmer = Trimmer(TEMPLATE, tokenizers("chatml"), TrimRules(500))
+    cuts = EarlierCuts(100_000)
+    for number in range(200):
+        talk = history(8)[-1]
+        messages = (Message("system", f"Guide {number}."), *talk.messages[1:])
+        cuts.trim(trimmer, Conversation(messages))
+        assert cuts._num_chars <= 100_000
+        assert cuts._num_chars == sum(size for _, size in cuts._trimmed.values())
+    assert 5 < len(cuts._trimmed) < 100
 
 
 def test_of_another_conversation_nothing_is_taken(tokenizers: Tokenizers) -> None:
