@@ -155,8 +155,8 @@ class EarlierCuts:
     ) -> Trimmed:
         """:meth:`Trimmer.trim`, from where the same conversation was cut last.
 
-        The conversation must be a valid one. ``space`` is all that decides counts and cuts besides: template and rules. What is remembered in one
-        ``scope`` (a salt) is not used in another.
+        The conversation must be a valid one. ``space`` is all that decides counts and cuts besides: template
+        and rules. What is remembered in one ``scope`` (a salt) is not used in another.
         """
         # Who begins alike is taken for the same; the trimmer looks whether it is.
         key = (scope, space, frozenset(pinned), conversation.messages[:2])
