@@ -7,10 +7,14 @@ copies once, out of the page cache, and reads the copy again to check it; so doe
 Memory bandwidth is the limit of all three.
 
 ``restart_speedup``: a 4,000-token prompt's time to first token on a fresh engine that has to compute it, over
-that of a fresh engine that finds it in the tier, whose files were dropped from the page cache before.
+that of a fresh engine that finds it in the tier, whose files were dropped from the page cache before. Both
+are asked three seconds after their start.
 
 ``itl_cost``: how much longer a decoding request's tokens take with the tier than without, while another
 request's 1,000-token prompt is computed beside it and written back.
+
+``load_itl_ratio``: the 99th percentile of a decoding request's gaps between tokens while another request's
+4,000 tokens are read from the tier, over that of the same decoding alone.
 
 ``--quick`` leaves out what needs the default model.
 """
@@ -42,6 +46,7 @@ from ostinato.kv.transfer import STORE_BATCH
 BLOCK_TOKENS = 16
 PAYLOAD_BYTES = 46_080 * BLOCK_TOKENS
 NUM_BLOCKS = 96
+START_S = 3.0
 NAMESPACE = Namespace("benchmark", "t", "t", "l", "float32", "r")
 GREEDY = {"temperature": 0.0, "ignore_eos": True}
 
@@ -65,7 +70,10 @@ def bandwidth(parent: Path | None, rounds: int) -> dict[str, dict[str, float]]:
     """Loads, stores and copies of the same bytes in turn."""
     rng = np.random.default_rng(1)
     tokens = rng.integers(0, 49_152, NUM_BLOCKS * BLOCK_TOKENS, dtype=np.int32)
-    keys = block_keys(NAMESPACE, tokens, BLOCK_TOKENS)
+    # Other names every time: in a store that is as good as full, so that what was used least has to go.
+    chains = [block_keys(NAMESPACE.with_salt(str(i)), tokens, BLOCK_TOKENS) for i in range(rounds + 1)]
+    unused = iter(chains)
+    keys = chains[0]
     # The buffers that blocks really go through, for the copies as well: ordinary memory, begun at a page and
     # touched before anything is measured.
     sources = [filled_buffer(rng) for _ in keys]
@@ -78,10 +86,11 @@ def bandwidth(parent: Path | None, rounds: int) -> dict[str, dict[str, float]]:
         return time.perf_counter() - started
 
     with scratch(parent) as folder:
-        tier = SharedTier.open(folder / "t", slot_bytes=PAYLOAD_BYTES, capacity_bytes=PAYLOAD_BYTES * 128)
+        tier = SharedTier.open(folder / "t", slot_bytes=PAYLOAD_BYTES, capacity_bytes=PAYLOAD_BYTES * NUM_BLOCKS)
 
         def store() -> float:
-            tier.purge(keys[0].namespace)
+            nonlocal keys
+            keys = next(unused)
             started = time.perf_counter()
             blocks = [(key, [source]) for key, source in zip(keys, sources, strict=True)]
             batches = [blocks[at : at + STORE_BATCH] for at in range(0, NUM_BLOCKS, STORE_BATCH)]
@@ -121,30 +130,83 @@ def drop_from_page_cache(folder: Path) -> None:
             os.close(fd)
 
 
-def restart(folder: Path, num_tokens: int) -> dict[str, float]:
-    """Time to first token of one prompt: computed, and read by an engine that starts afterwards."""
-    prompt = np.random.default_rng(2).integers(1000, 40_000, num_tokens).tolist()
+def first_tokens(folder: Path, num_tokens: int, seed: int) -> tuple[float, float, int]:
+    """Times to first token of one prompt: computed, and read by an engine that starts afterwards."""
+    prompt = np.random.default_rng(seed).integers(1000, 40_000, num_tokens).tolist()
     options = {"kv_cache": 512 << 20, "shared_tier": folder}
-    with ostinato.load(**options) as engine:
-        engine.complete(prompt[:40][::-1], max_tokens=1, **GREEDY)  # warm the threads and the allocator
-        cold = engine.complete(prompt, max_tokens=4, **GREEDY)
+    replies = []
+    for head in (prompt[:40], prompt[20:60]):
+        drop_from_page_cache(folder)
+        with ostinato.load(**options) as engine:
+            time.sleep(START_S)
+            engine.complete(head[::-1], max_tokens=1, **GREEDY)  # warm the threads and the allocator
+            replies.append(engine.complete(prompt, max_tokens=4, **GREEDY))
+    cold, warm = replies
     assert cold.usage.cached_tokens == 0
-    drop_from_page_cache(folder)
-    with ostinato.load(**options) as engine:
-        engine.complete(prompt[20:60][::-1], max_tokens=1, **GREEDY)
-        warm = engine.complete(prompt, max_tokens=4, **GREEDY)
     assert warm.choices[0].token_ids == cold.choices[0].token_ids, "the answers differ"
     print(
         f"  {num_tokens} tokens: {cold.usage.ttft_s:.2f} s computed, {warm.usage.ttft_s:.3f} s read",
         flush=True,
     )
+    return cold.usage.ttft_s, warm.usage.ttft_s, warm.usage.cached_tokens
+
+
+def restart(parent: Path | None, num_tokens: int, rounds: int) -> dict[str, object]:
+    computed, restored = [], []
+    num_cached = 0
+    for seed in range(rounds):
+        with scratch(parent) as folder:
+            cold_s, warm_s, num_cached = first_tokens(folder, num_tokens, seed)
+        computed.append(cold_s)
+        restored.append(warm_s)
     return {
         "tokens": num_tokens,
-        "cached_tokens": warm.usage.cached_tokens,
-        "computed_ttft_s": round(cold.usage.ttft_s, 3),
-        "restored_ttft_s": round(warm.usage.ttft_s, 4),
-        "speedup": round(cold.usage.ttft_s / warm.usage.ttft_s, 2),
+        "cached_tokens": num_cached,
+        "computed_ttft_s": spread(computed),
+        "restored_ttft_s": spread(restored),
+        "speedup": ratio(computed, restored),
     }
+
+
+def decode_beside(engine: ostinato.Engine, seed: int, other: list[int] | None) -> list[float]:
+    """Seconds between a stream's tokens, while ``other`` is answered beside it (or nobody)."""
+    short = np.random.default_rng(seed).integers(1000, 40_000, 32).tolist()
+    beside = threading.Thread(target=lambda: other and engine.complete(other, max_tokens=1, **GREEDY))
+    times = []
+    for chunk in engine.runtime.iterate(engine._prepare(tuple(short), {"max_tokens": 24, **GREEDY})):
+        times += [time.perf_counter()] * bool(chunk.token_ids)
+        if len(times) == 4 and beside.ident is None:
+            beside.start()
+    beside.join()
+    return np.diff(times[3:]).tolist()
+
+
+def loading(folder: Path, num_tokens: int, rounds: int) -> dict[str, object]:
+    """Gaps between tokens while a prompt is read, and without it, in turn."""
+    other = np.random.default_rng(5).integers(1000, 40_000, num_tokens).tolist()
+    with_load: list[float] = []
+    alone: list[float] = []
+    with ostinato.load(kv_cache=512 << 20, shared_tier=folder) as engine:
+        engine.complete(other, max_tokens=1, **GREEDY)
+        while (report := engine.runtime.health().tier) and report.buffered_bytes:
+            time.sleep(0.1)
+        for seed in range(rounds):
+            engine.runtime.cache().manager.clear()
+            before = report.loads.loaded_tokens if (report := engine.runtime.health().tier) else 0
+            with_load += decode_beside(engine, 1000 + seed, other)
+            report = engine.runtime.health().tier
+            assert report is not None
+            assert report.loads.loaded_tokens - before == num_tokens - 1, "it was not read"
+            alone += decode_beside(engine, 2000 + seed, None)
+            print(
+                f"  gaps {seed + 1}/{rounds}: longest so far {max(with_load):.3f} s, {max(alone):.3f} alone"
+            )
+    figures = {
+        f"{name}_{p}_s": round(float(np.percentile(gaps, p)), 4)
+        for name, gaps in (("with_load", with_load), ("alone", alone))
+        for p in (50, 99)
+    }
+    return figures | {"ratio": round(figures["with_load_99_s"] / figures["alone_99_s"], 3)}
 
 
 def decode_beside_a_prompt(engine: ostinato.Engine, seed: int) -> float:
@@ -195,12 +257,14 @@ def main() -> None:
     details: dict[str, object] = bandwidth(options.folder or (shm if shm.is_dir() else None), options.rounds)
     headline = {name: details[name]["median"] for name in ("read_ratio", "write_ratio")}  # type: ignore[index]
     if not options.quick:
+        details["restart"] = found = restart(options.disk, options.tokens, 3)
+        headline["restart_speedup"] = found["speedup"]["median"]  # type: ignore[index]
         with scratch(options.disk) as folder:
-            details["restart"] = found = restart(folder, options.tokens)
-            headline["restart_speedup"] = found["speedup"]
+            details["itl"] = cost = inter_token(folder, 3)
+            headline["itl_cost"] = round(cost["median"] - 1, 4)
         with scratch(options.disk) as folder:
-            details["itl"] = found = inter_token(folder, 3)
-            headline["itl_cost"] = round(found["median"] - 1, 4)
+            details["loading"] = gaps = loading(folder, options.tokens, 5)
+            headline["load_itl_ratio"] = gaps["ratio"]
     finish("tiers", headline, details)
 
 
