@@ -86,7 +86,9 @@ def bandwidth(parent: Path | None, rounds: int) -> dict[str, dict[str, float]]:
         return time.perf_counter() - started
 
     with scratch(parent) as folder:
-        tier = SharedTier.open(folder / "t", slot_bytes=PAYLOAD_BYTES, capacity_bytes=PAYLOAD_BYTES * NUM_BLOCKS)
+        tier = SharedTier.open(
+            folder / "t", slot_bytes=PAYLOAD_BYTES, capacity_bytes=PAYLOAD_BYTES * NUM_BLOCKS
+        )
 
         def store() -> float:
             nonlocal keys

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from math import inf
 
 from blake3 import blake3
@@ -67,6 +68,7 @@ def is_id(text: str) -> bool:
     return len(text) == len(_ID_PREFIX) + 2 * ID_BYTES and all(c in "0123456789abcdef" for c in digits)
 
 
+@lru_cache(maxsize=4096)
 def id_to_bytes(name: str) -> bytes:
     """An id as ``ID_BYTES`` bytes: zeros for nobody."""
     assert is_id(name), "a name that is not an id"

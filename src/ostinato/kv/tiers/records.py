@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass
-from typing import Any
+from typing import NamedTuple
 
 from xxhash import xxh3_64_digest
 
@@ -18,9 +17,10 @@ _HEAD = struct.Struct(f"<BxHIQQQ16s32s32sQQ{ID_BYTES}s{ID_BYTES}s{ID_BYTES}s")
 _SEAL_BYTES = 8
 
 
-@dataclass(frozen=True, slots=True)
-class Record:
-    """One block's entry. ``generation`` never repeats in a store; ``checksum`` is the payload's XXH3-128.
+class Record(NamedTuple):
+    """One block's entry; a tuple, since several are made for every block that is stored.
+
+    ``generation`` never repeats in a store; ``checksum`` is the payload's XXH3-128.
 
     ``owner`` is the number of the process that writes it (or wrote it), ``version`` the version of whoever
     made the KV: other versions' entries are never hits. ``stored_ms`` and ``expires_ms`` are milliseconds
@@ -50,25 +50,7 @@ class Record:
 
 def encode(name: bytes, record: Record) -> bytes:
     """A record as bytes, sealed together with the hash it is filed under."""
-    body = (
-        _HEAD.pack(
-            record.state,
-            record.owner,
-            record.version,
-            record.slot,
-            record.generation,
-            record.payload_bytes,
-            record.checksum,
-            record.namespace,
-            record.parent,
-            record.stored_ms,
-            record.expires_ms,
-            record.tenant,
-            record.model,
-            record.prompt,
-        )
-        + record.tokens
-    )
+    body = _HEAD.pack(*record[:-1]) + record.tokens
     return body + xxh3_64_digest(name + body)
 
 
@@ -77,6 +59,5 @@ def decode(name: bytes, data: bytes, num_slots: int) -> Record | None:
     body, seal = data[:-_SEAL_BYTES], data[-_SEAL_BYTES:]
     if len(body) < _HEAD.size or xxh3_64_digest(name + body) != seal:
         return None
-    fields: tuple[Any, ...] = (*_HEAD.unpack_from(body), body[_HEAD.size :])
-    record = Record(*fields)
+    record = Record._make((*_HEAD.unpack_from(body), body[_HEAD.size :]))
     return record if record.slot < num_slots and record.state in (WRITING, READY) else None

@@ -19,7 +19,7 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Enum
 from itertools import islice
 from math import inf
@@ -119,7 +119,8 @@ class SharedTier:
         self._slab = Slab(folder.slab, self.num_slots * self.slot_bytes, in_memory=is_in_memory(folder.path))
         self._pid = os.getpid()
         self._rank = 0
-        self._writing: set[int] = set()  # generations of this process' own open writes
+        self._generation = 0  # used under the writer lock only
+        self._writing: dict[int, bytes] = {}  # generations of own open writes, and how they are filed
         self._candidates: deque[tuple[int, int]] = deque()  # used under the writer lock only
         try:
             self._blocks = self._env.open_db(b"blocks")
@@ -284,9 +285,6 @@ class SharedTier:
 
     def store_all(self, blocks: Sequence[tuple[BlockKey, Sequence[memoryview]]]) -> list[Outcome]:
         """Stores several, each by itself found or not; the index is asked twice for all of them."""
-        for _, parts in blocks:
-            size = _num_bytes(parts)
-            assert 0 < size <= self.slot_bytes, f"a payload of {size} bytes, slots of {self.slot_bytes}"
         outcomes = [Outcome.FULL] * len(blocks)
         prepared = self._prepare_all(blocks)
         try:
@@ -298,7 +296,7 @@ class SharedTier:
         finally:
             for record, outcome, (key, _) in zip(prepared, outcomes, blocks, strict=True):
                 if isinstance(record, Record):
-                    self._writing.discard(record.generation)
+                    self._writing.pop(record.generation, None)
                     if outcome is not Outcome.STORED:
                         self._give_up(key, record)
         for outcome in outcomes:
@@ -309,10 +307,16 @@ class SharedTier:
         prepared: list[Record | Outcome] = []
         try:
             with self._env.begin(write=True) as txn:
+                self._generation = int.from_bytes(_get(txn, _GENERATION, self._meta) or b"", "little")
                 for key, parts in blocks:
-                    prepared.append(self._prepare(txn, key, _num_bytes(parts)))
+                    size = sum(len(part) for part in parts)
+                    assert 0 < size <= self.slot_bytes, f"{size} bytes for a slot of {self.slot_bytes}"
+                    prepared.append(self._prepare(txn, key, size))
+                txn.put(_GENERATION, self._generation.to_bytes(8, "little"), db=self._meta)
         except (OSError, lmdb.Error):
-            self._writing.difference_update(r.generation for r in prepared if isinstance(r, Record))
+            for record in prepared:
+                if isinstance(record, Record):
+                    self._writing.pop(record.generation, None)
             return [Outcome.FULL] * len(blocks)
         for record in prepared:
             if isinstance(record, Record):
@@ -338,16 +342,16 @@ class SharedTier:
         slot = self._take_slot_for(txn, key, now_ms)
         if isinstance(slot, Outcome):
             return slot
-        generation = int.from_bytes(_get(txn, _GENERATION, self._meta) or b"", "little") + 1
-        txn.put(_GENERATION, generation.to_bytes(8, "little"), db=self._meta)
-        record = replace(new, slot=slot, generation=generation)
-        txn.put(key.hash, encode(key.hash, record), db=self._blocks)
+        generation = self._generation = self._generation + 1
+        record = new._replace(slot=slot, generation=generation)
+        pending = encode(key.hash, record)
+        txn.put(key.hash, pending, db=self._blocks)
         txn.put(_slot_key(slot), key.hash, db=self._slots)
         self._ledger.enter(txn, record)
         if self._line[0] == key.parent:
             self._line = key.hash, self._line[1]
             self._line[1].add(slot)
-        self._writing.add(generation)  # before anybody can see the record
+        self._writing[generation] = pending  # before anybody can see the record
         return record
 
     def _new_record(self, key: BlockKey, num_bytes: int, now_ms: int) -> Record:
@@ -375,7 +379,7 @@ class SharedTier:
             checksum = self._slab.write(record.slot * self.slot_bytes, parts)
         except OSError:
             return Outcome.FULL
-        return replace(record, state=READY, checksum=checksum)
+        return record._replace(state=READY, checksum=checksum)
 
     def _publish_all(self, keys: Sequence[BlockKey], written: Sequence[Record | Outcome]) -> list[Outcome]:
         outcomes: list[Outcome] = []
@@ -386,11 +390,11 @@ class SharedTier:
                     if isinstance(record, Outcome):
                         outcomes.append(record)
                         continue
-                    pending = replace(record, state=WRITING, checksum=_NO_CHECKSUM)
-                    if _get(txn, key.hash, self._blocks) != encode(key.hash, pending):
+                    if _get(txn, key.hash, self._blocks) != self._writing[record.generation]:
                         outcomes.append(Outcome.REFUSED)  # purged meanwhile
                         continue
                     if self._is_recalled(txn, key.origin, record):
+                        pending = record._replace(state=WRITING, checksum=_NO_CHECKSUM)
                         self._revoke(txn, key.hash, pending)
                         outcomes.append(Outcome.REFUSED)
                         continue
@@ -485,7 +489,7 @@ class SharedTier:
             self._drop(txn, name, data, wipe=wipe)
 
     def _revoke(self, txn: lmdb.Transaction, name: bytes, record: Record) -> None:
-        txn.put(name, encode(name, replace(record, version=_REVOKED)), db=self._blocks)
+        txn.put(name, encode(name, record._replace(version=_REVOKED)), db=self._blocks)
 
     def _forget(self, name: bytes, data: bytes) -> None:
         """Drops a record if it still is ``data``."""
@@ -601,7 +605,7 @@ class SharedTier:
         if later and later[0][0] > origin.epoch + 1:
             return True
         # It was on its way before, whatever its generation is.
-        sent = replace(record, generation=0)
+        sent = record._replace(generation=0)
         return any(purge.takes(sent) for _, purge in later)
 
     def _now_ms(self) -> int:
@@ -841,10 +845,6 @@ def _items(cursor: lmdb.Cursor) -> Iterator[tuple[bytes, bytes]]:
 def _get(txn: lmdb.Transaction, name: bytes, db: lmdb._Database) -> bytes | None:
     data = txn.get(name, db=db)
     return None if data is None else bytes(data)
-
-
-def _num_bytes(parts: Sequence[memoryview]) -> int:
-    return sum(len(part) for part in parts)
 
 
 def _slot_key(slot: int) -> bytes:
