@@ -42,6 +42,7 @@ from ostinato.kv.hashing import Namespace, block_keys
 from ostinato.kv.tiers.base import Outcome
 from ostinato.kv.tiers.shared import SharedTier
 from ostinato.kv.transfer import STORE_BATCH
+from ostinato.types import Chunk, GenerationRequest, SamplingParams
 
 BLOCK_TOKENS = 16
 PAYLOAD_BYTES = 46_080 * BLOCK_TOKENS
@@ -175,7 +176,7 @@ def decode_beside(engine: ostinato.Engine, seed: int, other: list[int] | None) -
     short = np.random.default_rng(seed).integers(1000, 40_000, 32).tolist()
     beside = threading.Thread(target=lambda: other and engine.complete(other, max_tokens=1, **GREEDY))
     times = []
-    for chunk in engine.runtime.iterate(engine._prepare(tuple(short), {"max_tokens": 24, **GREEDY})):
+    for chunk in tokens_of(engine, short):
         times += [time.perf_counter()] * bool(chunk.token_ids)
         if len(times) == 4 and beside.ident is None:
             beside.start()
@@ -211,16 +212,23 @@ def loading(folder: Path, num_tokens: int, rounds: int) -> dict[str, object]:
     return figures | {"ratio": round(figures["with_load_99_s"] / figures["alone_99_s"], 3)}
 
 
+def tokens_of(engine: ostinato.Engine, prompt: list[int]) -> Iterator[Chunk]:
+    """24 tokens, one after the other."""
+    params = SamplingParams(max_tokens=24, **GREEDY)
+    return engine.runtime.iterate(engine.runtime.prepare(GenerationRequest(tuple(prompt), params)))
+
+
 def decode_beside_a_prompt(engine: ostinato.Engine, seed: int) -> float:
     """Mean seconds between a stream's tokens while a 1,000-token prompt nobody has seen is computed."""
     rng = np.random.default_rng(seed)
     short, long = rng.integers(1000, 40_000, 32).tolist(), rng.integers(1000, 40_000, 1000).tolist()
     started = threading.Event()
-    other = threading.Thread(target=lambda: started.wait() and engine.complete(long, max_tokens=1, **GREEDY))
+    other = threading.Thread(
+        target=lambda: started.wait(60) and engine.complete(long, max_tokens=1, **GREEDY)
+    )
     other.start()
-    prepared = engine.runtime.iterate(engine._prepare(tuple(short), {"max_tokens": 24, **GREEDY}))
     times = []
-    for chunk in prepared:
+    for chunk in tokens_of(engine, short):
         times += [time.perf_counter()] * bool(chunk.token_ids)
         started.set()
     other.join()
