@@ -67,7 +67,7 @@ def compare(engine: Engine, questions: list[Message], choices: list[Choice]) -> 
         prompt = template.render(Conversation((question,)))
         ids = list(itertools.takewhile(lambda token: token not in special, choice.token_ids))
         whole = tokenizer.encode_rendered(prompt).tolist() + ids
-        kept.keep(prompt, choice.token_ids)
+        kept.keep(tokenizer.tail(prompt.segments), choice.token_ids)
         history = Conversation((question, Message("assistant", tokenizer.decode(ids))))
         rendered = template.render(history, add_generation_prompt=False)
         same = num_same(whole, tokenizer.encode_rendered(rendered).tolist())

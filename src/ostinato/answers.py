@@ -73,13 +73,25 @@ class Answer:
 class Choice:
     """One choice's sink: tokens become text; a stop string ends it; calls are read out of it."""
 
-    def __init__(self, index: int, answer: Answer, detokenizer: Detokenizer, calls: Calls | None) -> None:
+    def __init__(
+        self,
+        index: int,
+        answer: Answer,
+        detokenizer: Detokenizer,
+        calls: Calls | None,
+        keep: Callable[[list[int]], object] | None = None,
+    ) -> None:
+        """``keep`` gets all ids of the answer, before its last piece is delivered."""
+        self._keep = keep
+        self._ids: list[int] = []
         self._index = index
         self._answer = answer
         self._detokenizer = detokenizer
         self._calls = calls
 
     def on_token(self, token_id: int, logprob: TokenLogprob | None) -> bool:
+        if self._keep is not None:
+            self._ids.append(token_id)
         text = self._detokenizer.push(token_id)
         logprobs = () if logprob is None else (logprob,)
         chunk = Chunk(self._index, text, (token_id,), logprobs)
@@ -100,6 +112,8 @@ class Choice:
         chunk = Chunk(self._index, text, finish_reason=reason, stop_reason=stop_reason, error=error)
         if self._calls is not None:
             chunk = self._calls.finish(chunk)
+        if self._keep is not None:
+            self._keep(self._ids)
         self._answer.last_piece(chunk, stats)
         assert chunk.finish_reason is not None
         return chunk.finish_reason

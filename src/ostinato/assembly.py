@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,11 +15,12 @@ from .ports import Tokenizer
 from .prompt.calls import CallSyntax, call_syntax
 from .prompt.canonical import CanonicalRules, canonical
 from .prompt.conversation import validate
-from .prompt.growing import GrowingPrompts
+from .prompt.growing import GrowingPrompts, Prompt
+from .prompt.kept import KeptAnswers
 from .prompt.registry import PromptRegistry
 from .prompt.rules import CustomRole, MessageRules, RuledTemplate
 from .prompt.template import Template
-from .prompt.tokens import HFTokenizer
+from .prompt.tokens import HFTokenizer, Tail
 from .prompt.trimming import EarlierCuts, Trimmed, Trimmer
 from .prompt.unrendered import unrendered
 from .types import (
@@ -77,6 +78,8 @@ class Assembled:
     unrendered: tuple[Unrendered, ...] = ()
     changed: tuple[Change, ...] = ()
     prompt_name: str = ""
+    num_kept: int = 0
+    tail: Tail | None = None
 
     def annotate(self, usage: Usage) -> Usage:
         """``usage`` with what only the assembly knows."""
@@ -86,6 +89,7 @@ class Assembled:
             unrendered=self.unrendered,
             changed=self.changed,
             prompt_name=self.prompt_name,
+            kept_tokens=self.num_kept,
         )
 
 
@@ -102,11 +106,17 @@ class _Writing:
     prompts: GrowingPrompts | None
 
     @classmethod
-    def of(cls, template: Template | None, namespace: Namespace, tokenizer: HFTokenizer) -> _Writing:
+    def of(
+        cls,
+        template: Template | None,
+        namespace: Namespace,
+        tokenizer: HFTokenizer,
+        kept: KeptAnswers | None,
+    ) -> _Writing:
         if template is None:
             return cls(None, replace(namespace, template=""), None, None)
         namespace = replace(namespace, template=template.identity)
-        return cls(template, namespace, call_syntax(template), GrowingPrompts(template, tokenizer))
+        return cls(template, namespace, call_syntax(template), GrowingPrompts(template, tokenizer, kept=kept))
 
 
 class Assembler:
@@ -120,6 +130,8 @@ class Assembler:
         rules: what to do with roles and orders of messages that the template has no place for.
         trim: what to do with a conversation that is too long, where the request does not say.
         prompts: the named prompts that requests may use.
+        keep_answers: have answers come back as history in the ids they were generated in
+            (:mod:`ostinato.prompt.kept`).
     """
 
     def __init__(
@@ -132,7 +144,9 @@ class Assembler:
         canonical_rules: CanonicalRules | None = None,
         trim: TrimRules | None = None,
         prompts: PromptRegistry | None = None,
+        keep_answers: bool = False,
     ) -> None:
+        self._kept = KeptAnswers(tokenizer) if keep_answers else None
         self.prompts = PromptRegistry() if prompts is None else prompts
         self._tokenizer = tokenizer
         self._trim = TrimRules(strategy="off") if trim is None else trim
@@ -173,7 +187,7 @@ class Assembler:
         template = self._own_template
         if template is not None and rules != MessageRules():
             template = RuledTemplate(template, rules)
-        return _Writing.of(template, namespace, self._tokenizer)
+        return _Writing.of(template, namespace, self._tokenizer, self._kept)
 
     def assemble(self, request: GenerationRequest, max_model_len: int) -> Assembled:
         """The tokens of a request's prompt; at least one, and as many as they are.
@@ -199,7 +213,7 @@ class Assembler:
             validate(given, roles=writing.template.roles)
             form = canonical(given, self._canonical_rules)
             given, changed = form.conversation, form.changes
-        conversation, tokens, trimmed = self._within_budget(given, request, writing, max_model_len)
+        conversation, made, trimmed = self._within_budget(given, request, writing, max_model_len)
         left_out = unrendered(
             conversation, writing.template, continue_final_message=request.continue_final_message
         )
@@ -212,9 +226,11 @@ class Assembler:
         if syntax is not None and not (prompt.tools or syntax.always):
             syntax = None
         return Assembled(
-            tokens,
+            made.ids,
             namespace,
             conversation,
+            num_kept=made.num_kept,
+            tail=made.tail,
             syntax=syntax,
             tool_names=tuple(tool["function"]["name"] for tool in prompt.tools),
             trimmed=None if trimmed is None else _report(trimmed, self._rules(request, max_model_len)),
@@ -236,15 +252,15 @@ class Assembler:
 
     def _within_budget(
         self, given: Conversation, request: GenerationRequest, writing: _Writing, max_model_len: int
-    ) -> tuple[Conversation, TokenArray, Trimmed | None]:
-        """What is left of the conversation, its tokens, and the trimming if there was any."""
+    ) -> tuple[Conversation, Prompt, Trimmed | None]:
+        """What is left of the conversation, its prompt, and the trimming if there was any."""
         goes_on, salt = request.continue_final_message, request.salt
         rules = self._rules(request, max_model_len)
         pinned = _pinned(request.pinned, given, request.prompt)
-        tokens = self._tokens(given, writing, salt, goes_on)
+        prompt = self._prompt(given, writing, salt, goes_on)
         assert rules.budget_tokens is not None, "rules of a request have a budget"
-        if rules.strategy == "off" or len(tokens) <= rules.budget_tokens:
-            return given, tokens, None
+        if rules.strategy == "off" or len(prompt.ids) <= rules.budget_tokens:
+            return given, prompt, None
         assert writing.template is not None, "without a template nothing could be trimmed"
         trimmer = Trimmer(writing.template, self._tokenizer, rules)
         trimmed = self._cuts.trim(
@@ -255,21 +271,30 @@ class Assembler:
             continue_final_message=goes_on,
             space=(writing.template.identity, rules),
         )
-        tokens = self._tokens(trimmed.conversation, writing, salt, goes_on)
-        assert len(tokens) == trimmed.num_tokens, "a trimmed prompt has another length than was counted"
-        return trimmed.conversation, tokens, trimmed
+        prompt = self._prompt(trimmed.conversation, writing, salt, goes_on)
+        is_as_counted = prompt.num_kept > 0 or len(prompt.ids) == trimmed.num_tokens
+        assert is_as_counted, "a trimmed prompt has another length than was counted"
+        return trimmed.conversation, prompt, trimmed
 
-    def _tokens(
+    def keeper(self, assembled: Assembled) -> Callable[[Sequence[int]], object] | None:
+        """What takes the ids of an answer to be kept; ``None`` where none are."""
+        kept, tail = self._kept, assembled.tail
+        if kept is None or tail is None:
+            return None
+        return lambda ids: kept.keep(tail, ids, scope=assembled.namespace.salt)
+
+    def _prompt(
         self, conversation: Conversation, writing: _Writing, salt: str, continue_final_message: bool
-    ) -> TokenArray:
+    ) -> Prompt:
         template, prompts = writing.template, writing.prompts
         assert template is not None, "there is no template"
         assert prompts is not None, "a template without prompts"
         if not continue_final_message:
-            return prompts.tokens(conversation, scope=salt)
-        return tokenize_conversation(
+            return prompts.prompt(conversation, scope=salt)
+        ids = tokenize_conversation(
             conversation, self._tokenizer, template, scope=salt, continue_final_message=True
         )
+        return Prompt(ids, 0, None)
 
     def _rules(self, request: GenerationRequest, max_model_len: int) -> TrimRules:
         """The request's rules, or the operator's, with a budget in tokens that leaves room for the answer."""

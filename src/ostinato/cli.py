@@ -77,6 +77,12 @@ def engine_options(command: F) -> F:
             ),
             click.option("--trim-budget", type=int, help="Most tokens of a prompt; more are trimmed."),
             click.option("--trim-low-water", type=float, help="Part of the budget to trim down to."),
+            click.option(
+                "--keep-answers",
+                is_flag=True,
+                default=None,
+                help="Answers come back as history in the tokens they were generated in.",
+            ),
             click.option("--offline", is_flag=True, default=None, help="Never ask the network for a model."),
             click.option(
                 "--trace",

@@ -55,6 +55,8 @@ class Settings:
         trim_budget: the most tokens a prompt may then have; ``None``: what the model's length leaves beside
             the answer.
         trim_low_water: the part of the budget that trimming makes room down to.
+        keep_answers: have answers come back as history in the tokens they were generated in. A prompt's
+            tokens, and so its answer, then depend on what was generated before.
         offline: never ask the network for a model.
         hf_token: token for gated models on the hub.
         host, port: where the server listens.
@@ -88,6 +90,7 @@ class Settings:
     trim: str = "off"
     trim_budget: int | None = None
     trim_low_water: float = 0.5
+    keep_answers: bool = False
     offline: bool = False
     hf_token: str | None = None
     host: str = "127.0.0.1"

@@ -298,6 +298,7 @@ def build_runtime(
             canonical_rules=canonical_rules,
             trim=settings.trim_rules,
             prompts=prompts,
+            keep_answers=settings.keep_answers,
         )
 
     try:

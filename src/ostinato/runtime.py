@@ -312,6 +312,7 @@ class Runtime:
             self.observe(RequestFinished(reason, usage, request, prepared.tokens, space))
 
         answer = Answer(prepared.assembled, request.num_choices, deliver, done)
+        keep = self.assembler.keeper(prepared.assembled)
         stop_ids = frozenset(params.stop_token_ids)
         if not params.ignore_eos:
             stop_ids |= self._eos_token_ids
@@ -328,6 +329,7 @@ class Runtime:
                         answer,
                         Detokenizer(self.tokenizer, params.stop),
                         Calls.of(prepared.assembled, self.tokenizer, index),
+                        keep,
                     ),
                     max_new_tokens=prepared.max_new_tokens,
                     stop_token_ids=stop_ids,

@@ -257,6 +257,7 @@ class Usage:
     computed behind such. ``ttft_s`` is arrival to first token, ``queue_s`` the part of it before the engine
     began. ``trimmed`` says what did not fit the budget, ``unrendered`` what the template does not write
     down, ``changed`` what was brought into canonical form; ``prompt_name`` is the named prompt that was used.
+    ``kept_tokens`` of the prompt's are answers in the tokens they were generated in, where asked for.
     """
 
     prompt_tokens: int = 0
@@ -271,6 +272,7 @@ class Usage:
     changed: tuple[Change, ...] = ()
     prompt_name: str = ""
     approximate_tokens: int = 0
+    kept_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

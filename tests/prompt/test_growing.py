@@ -16,6 +16,7 @@ from ostinato.prompt.base import Growth, Template
 from ostinato.prompt.conversation import conversation_from_dicts
 from ostinato.prompt.formats import FORMATS
 from ostinato.prompt.growing import GrowingPrompts
+from ostinato.prompt.kept import KeptAnswers
 from ostinato.prompt.rules import MessageRules, RuledTemplate
 from ostinato.prompt.template import JinjaTemplate, Limits, chatml, named_template
 from ostinato.prompt.tokens import HFTokenizer
@@ -309,6 +310,7 @@ class TickingClock(StoppedClock):
 
 
 PLAIN_BODY = BODIES[0]
+PROMPT = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 
 
 @pytest.mark.parametrize(
@@ -400,7 +402,9 @@ def talk_of(count: int, text: str = "hello") -> Conversation:
 
 @pytest.fixture
 def noting(tokenizers: Tokenizers) -> Noting:
-    return Noting("{% for message in messages %}" + PLAIN_BODY + "{% endfor %}", tokenizers("chatml"))
+    return Noting(
+        "{% for message in messages %}" + PLAIN_BODY + "{% endfor %}" + PROMPT, tokenizers("chatml")
+    )
 
 
 def test_scopes_share_nothing(tokenizers: Tokenizers, noting: Noting) -> None:
@@ -474,6 +478,29 @@ def test_ids_are_the_callers_own(tokenizers: Tokenizers, noting: Noting) -> None
     expected = first.tolist()
     first[:] = 0
     assert prompts.tokens(talk_of(3)).tolist() == expected
+
+
+@pytest.mark.parametrize("is_jinja", [True, False])
+def test_kept_answers(tokenizers: Tokenizers, noting: Noting, is_jinja: bool) -> None:
+    tokenizer = tokenizers("chatml")
+    template: Template = noting if is_jinja else chatml()
+    kept = KeptAnswers(tokenizer)
+    prompts = GrowingPrompts(template, tokenizer, kept=kept)
+    messages = [Message("user", "Which animal jumps?")]
+    num_kept = 0
+    for turn in range(4):
+        talk = Conversation(tuple(messages))
+        made = prompts.prompt(talk, scope="tenant")
+        assert made.ids.tolist() == kept.encode(template.render(talk), scope="tenant").tolist()
+        assert made.num_kept == num_kept
+        assert made.tail is not None
+        answer = f"The fox, as in turn {turn}."
+        spelled = [number for char in answer for number in tokenizer.encode(char).tolist()]
+        if turn != 2:  # this one's answer comes from elsewhere
+            assert kept.keep(made.tail, spelled, scope="tenant")
+            num_kept += len(made.tail.ids) + len(spelled)
+        messages += [Message("assistant", answer), Message("user", "And then?")]
+    assert prompts.prompt(Conversation(tuple(messages)), scope="other").num_kept == 0
 
 
 def test_a_format_as_function_tokenizes_only_what_is_new(

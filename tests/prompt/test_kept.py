@@ -28,9 +28,10 @@ def test_a_kept_answer_comes_back_in_its_own_tokens(tokenizers: Tokenizers) -> N
     tokenizer = tokenizers("chatml")
     kept = KeptAnswers(tokenizer)
     prompt = chatml().render(conversation(QUESTION))
+    tail = tokenizer.tail(prompt.segments)
     generated = spelled(tokenizer, "The fox, of course.")
     end = tokenizer.special_tokens["<|im_end|>"]
-    assert kept.keep(prompt, [*generated, end, 5, 6])
+    assert kept.keep(tail, [*generated, end, 5, 6])
     history = conversation(QUESTION, ("assistant", "The fox, of course."), ("user", "Why?"))
     rendered = chatml().render(history)
     before = tokenizer.encode_rendered(prompt).tolist()
@@ -53,7 +54,7 @@ def test_the_text_is_always_the_same(tokenizers: Tokenizers, answer: str, data: 
     kept = KeptAnswers(tokenizer)
     prompt = template.render(conversation(QUESTION))
     generated = data.draw(st.sampled_from([spelled(tokenizer, answer), tokenizer.encode(answer).tolist()]))
-    kept.keep(prompt, generated)
+    kept.keep(tokenizer.tail(prompt.segments), generated)
     rendered = template.render(conversation(QUESTION, ("assistant", answer), ("user", "Why?")))
     ids = kept.encode(rendered).tolist()
     plain = tokenizer.encode_rendered(rendered).tolist()
@@ -69,7 +70,7 @@ def test_the_text_is_always_the_same(tokenizers: Tokenizers, answer: str, data: 
 def test_what_is_not_kept(tokenizers: Tokenizers) -> None:
     tokenizer = tokenizers("chatml")
     kept = KeptAnswers(tokenizer)
-    prompt = chatml().render(conversation(QUESTION))
+    prompt = tokenizer.tail(chatml().render(conversation(QUESTION)).segments)
     assert not kept.keep(prompt, [])
     assert not kept.keep(prompt, [tokenizer.special_tokens["<|im_end|>"]])
     assert not kept.keep(prompt, tokenizer.encode("🙂").tolist()[:-1])
@@ -79,7 +80,8 @@ def test_what_is_not_kept(tokenizers: Tokenizers) -> None:
 def test_markers_that_take_white_space_away(tokenizers: Tokenizers) -> None:
     tokenizer = tokenizers("stripping-bytes")
     kept = KeptAnswers(tokenizer)
-    assert kept.keep(Rendered((Segment("<|none|>", True), Segment("say:"))), spelled(tokenizer, "the dog "))
+    tail = tokenizer.tail((Segment("<|none|>", True), Segment("say:")))
+    assert kept.keep(tail, spelled(tokenizer, "the dog "))
     for after, takes in (("<|none|>", False), ("<|right|>", False), ("<|left|>", True), ("<|both|>", True)):
         rendered = Rendered((Segment("<|none|>", True), Segment("say:the dog "), Segment(after, True)))
         plain = tokenizer.encode_rendered(rendered).tolist()

@@ -21,8 +21,9 @@ import orjson
 from ..types import Conversation, Message, Segment, TokenArray
 from .base import GrowingTemplate, Growth, Template
 from .conversation import validate
+from .kept import KeptAnswers
 from .pieces import NO_NEIGHBOUR
-from .tokens import HFTokenizer, MarkedTokens
+from .tokens import HFTokenizer, MarkerEnd, Tail
 
 # What a remembered message, segment and prompt cost besides text and ids: objects and table entries.
 _MESSAGE_BYTES = 600
@@ -37,17 +38,18 @@ class _Known(NamedTuple):
     """What is remembered of a prompt.
 
     Of templates that grow: the settled ``ids``, the kind of the marker they end with, and the ``state`` to go
-    on from. Of others: all ``ids`` and ``segments``, and where the markers end. ``before`` is the key of what
-    it grew out of.
+    on from. Of others: all ``ids`` and ``segments``, and where the markers end. ``num_kept`` of the ids are
+    as they were generated. ``before`` is the key of what it grew out of.
     """
 
     root: _Root
     messages: tuple[Message, ...]
     ids: TokenArray
     left: str
+    num_kept: int
     state: object | None
     segments: tuple[Segment, ...]
-    ends: list[tuple[int, int, str]]
+    ends: list[MarkerEnd]
     text_bytes: int
     before: int | None
 
@@ -58,16 +60,29 @@ class _Known(NamedTuple):
 
 
 class _Made(NamedTuple):
-    """The ids of a prompt.
+    """The ids of a prompt, of which ``num_kept`` are as they were generated.
 
-    ``ends`` says of the markers among the rendering's segments how many segments and ids end with them, and
-    their kind. ``num_before`` ids, up to a marker of the kind ``left``, stand before all of these segments.
+    ``ends`` says where the markers among the rendering's segments end; ``start``, where the marker before
+    these segments does.
     """
 
     ids: TokenArray
-    ends: list[tuple[int, int, str]]
-    num_before: int = 0
-    left: str = NO_NEIGHBOUR
+    num_kept: int
+    ends: list[MarkerEnd]
+    start: MarkerEnd
+
+
+_NO_IDS: TokenArray = np.zeros(0, dtype=np.int32)
+_BEGINNING = MarkerEnd(0, 0, NO_NEIGHBOUR, 0)
+
+
+class Prompt(NamedTuple):
+    """A complete prompt. Where answers are kept: ``num_kept`` of its ids are as they were generated, and the
+    answer to it goes on from ``tail``."""
+
+    ids: TokenArray
+    num_kept: int
+    tail: Tail | None
 
 
 class GrowingPrompts:
@@ -76,12 +91,19 @@ class GrowingPrompts:
     Args:
         template: what renders them.
         tokenizer: what makes ids of them.
+        kept: answers that come back as history in the ids they were generated in.
         capacity_bytes: what the memory of earlier prompts may take; with 0 nothing is remembered.
     """
 
     def __init__(
-        self, template: Template, tokenizer: HFTokenizer, *, capacity_bytes: int = 64 * 1024 * 1024
+        self,
+        template: Template,
+        tokenizer: HFTokenizer,
+        *,
+        kept: KeptAnswers | None = None,
+        capacity_bytes: int = 64 * 1024 * 1024,
     ) -> None:
+        self._kept = kept
         self._template = template
         self._growing = template if isinstance(template, GrowingTemplate) else None
         self._tokenizer = tokenizer
@@ -98,7 +120,11 @@ class GrowingPrompts:
         return len(self._prompts)
 
     def tokens(self, conversation: Conversation, *, scope: str = "") -> TokenArray:
-        """Check, render and tokenize; the ids of a complete prompt, ready for the answer to follow.
+        """The ids of :meth:`prompt`."""
+        return self.prompt(conversation, scope=scope).ids
+
+    def prompt(self, conversation: Conversation, *, scope: str = "") -> Prompt:
+        """Check, render and tokenize; a complete prompt, ready for the answer to follow.
 
         ``scope`` keeps what is remembered apart: a tenant's salt.
 
@@ -115,7 +141,11 @@ class GrowingPrompts:
         made = self._encode(growth, known, scope)
         if root is not None:
             self._remember(root, conversation.messages, keys, growth, made, found, known)
-        return made.ids
+        tail = None
+        if self._kept is not None:
+            last = made.ends[-1] if made.ends else made.start
+            tail = self._tokenizer.tail(growth.segments[last.num_segments :], last.kind, scope=scope)
+        return Prompt(made.ids, made.num_kept, tail)
 
     def _render(self, conversation: Conversation, known: _Known | None) -> Growth:
         if self._growing is None:
@@ -123,19 +153,21 @@ class GrowingPrompts:
         return self._growing.render_on(conversation, None if known is None else known.state)
 
     def _encode(self, growth: Growth, known: _Known | None, scope: str) -> _Made:
-        segments = growth.segments
+        segments, start, ends, before = growth.segments, _BEGINNING, list[MarkerEnd](), _NO_IDS
         if known is not None and growth.goes_on:
-            after = self._tokenizer.encode_after(known.left, segments, scope=scope)
-            ids, ends = _joined(known.ids, after, 0)
-            return _Made(ids, ends, len(known.ids), known.left)
-        num_alike = 0 if known is None else _num_alike(known.segments, segments)
-        if known is None or num_alike == 0:
-            return _Made(*self._tokenizer.encode_after(NO_NEIGHBOUR, segments, scope=scope))
-        alike = [end for end in known.ends if end[0] <= num_alike]
-        stop, count, left = alike[-1] if alike else (0, 0, NO_NEIGHBOUR)
-        after = self._tokenizer.encode_after(left, segments[stop:], scope=scope)
-        ids, ends = _joined(known.ids[:count], after, stop)
-        return _Made(ids, alike + ends)
+            before, start = known.ids, MarkerEnd(0, len(known.ids), known.left, known.num_kept)
+        elif known is not None and (num_alike := _num_alike(known.segments, segments)):
+            ends = [end for end in known.ends if end.num_segments <= num_alike]
+            before = known.ids[: ends[-1].num_ids] if ends else before
+        place = ends[-1] if ends else start
+        after = self._tokenizer.encode_after(
+            place.kind,
+            segments[place.num_segments :],
+            known=None if self._kept is None else self._kept.known(scope),
+            scope=scope,
+        )
+        ends += [_moved(end, place) for end in after.ends]
+        return _Made(np.concatenate([before, after.ids]), place.num_known + after.num_known, ends, start)
 
     # ------------------------------------------------------------ memory
 
@@ -162,12 +194,13 @@ class GrowingPrompts:
         found: int | None,
         known: _Known | None,
     ) -> None:
-        ids, left, segments, ends = made.ids, NO_NEIGHBOUR, growth.segments, made.ends
+        ids, left, num_kept, segments, ends = made.ids, NO_NEIGHBOUR, 0, growth.segments, made.ends
         if growth.state is not None:
-            count, left = made.num_before, made.left
+            settled = made.start
             if growth.num_settled:
-                _, count, left = next(end for end in ends if end[0] == growth.num_settled)
-            ids, segments, ends = ids[:count], (), []
+                settled = next(end for end in ends if end.num_segments == growth.num_settled)
+            ids, left, num_kept = ids[: settled.num_ids], settled.kind, settled.num_known
+            segments, ends = (), []
         elif growth.goes_on:
             return  # the earlier place is the better one to go on from
         ids = ids.copy()  # the caller's own may change
@@ -178,7 +211,7 @@ class GrowingPrompts:
         text_bytes += sum(map(_text_bytes, messages[num_old:]))
         self._put(
             keys[len(messages) - 1],
-            _Known(root, messages, ids, left, growth.state, segments, ends, text_bytes, found),
+            _Known(root, messages, ids, left, num_kept, growth.state, segments, ends, text_bytes, found),
         )
 
     def _put(self, key: int, prompt: _Known) -> None:
@@ -220,12 +253,14 @@ def _keys(root: _Root, messages: tuple[Message, ...]) -> Iterator[int]:
         yield key
 
 
-def _joined(
-    before: TokenArray, after: MarkedTokens, num_segments: int
-) -> tuple[TokenArray, list[tuple[int, int, str]]]:
-    """Both as one, with the ends as they are behind ``num_segments`` and the ids ``before``."""
-    ends = [(num_segments + stop, len(before) + count, kind) for stop, count, kind in after.ends]
-    return np.concatenate([before, after.ids]), ends
+def _moved(end: MarkerEnd, by: MarkerEnd) -> MarkerEnd:
+    """An end that was counted from the end of another marker."""
+    return MarkerEnd(
+        end.num_segments + by.num_segments,
+        end.num_ids + by.num_ids,
+        end.kind,
+        end.num_known + by.num_known,
+    )
 
 
 def _num_alike(first: Sequence[Segment], second: Sequence[Segment]) -> int:

@@ -8,14 +8,14 @@ option, not the rule.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from ..types import Rendered, TokenArray
 from .memo import PieceMemo
 from .pieces import NO_NEIGHBOUR
-from .tokens import HFTokenizer
+from .tokens import HFTokenizer, Tail
 
 
 class KeptAnswers:
@@ -28,8 +28,8 @@ class KeptAnswers:
         self._tokenizer = tokenizer
         self._answers = PieceMemo(capacity_bytes)
 
-    def keep(self, rendered: Rendered, generated_ids: Sequence[int], *, scope: str = "") -> bool:
-        """Keep what was generated after the prompt ``rendered``; whether there was anything to keep.
+    def keep(self, tail: Tail, generated_ids: Sequence[int], *, scope: str = "") -> bool:
+        """Keep what was generated after a prompt that ends with ``tail``; whether there was anything to keep.
 
         The answer ends at the first special token.
         """
@@ -39,7 +39,6 @@ class KeptAnswers:
             if token_id in special or token_id >= self._tokenizer.vocab_size:
                 break
             ids.append(token_id)
-        tail = self._tokenizer.tail(rendered, scope=scope)
         whole = [*tail.ids.tolist(), *ids]
         text = self._tokenizer.decode(whole)
         # What does not end with a whole character, or not as the prompt does, comes back as other text.
@@ -50,15 +49,16 @@ class KeptAnswers:
         self._answers.put((f"{scope}\0{tail.left}", text, ""), kept)
         return True
 
+    def known(self, scope: str = "") -> Callable[[str, str], TokenArray | None]:
+        """What ``encode_after`` takes, to have the generated ids for every answer that stands whole in a
+        prompt between two markers."""
+        return lambda left, text: self._answers.get((f"{scope}\0{left}", text, ""))
+
     def encode(self, rendered: Rendered, *, scope: str = "") -> TokenArray:
-        """``encode_rendered``, with the generated ids for every kept answer that stands whole in the prompt.
+        """``encode_rendered`` with the kept ids.
 
         Raises:
             TemplateError: a marker is not a token of this model.
         """
-        return self._tokenizer.encode_after(
-            NO_NEIGHBOUR,
-            rendered.segments,
-            known=lambda left, text: self._answers.get((f"{scope}\0{left}", text, "")),
-            scope=scope,
-        ).ids
+        known = self.known(scope)
+        return self._tokenizer.encode_after(NO_NEIGHBOUR, rendered.segments, known=known, scope=scope).ids

@@ -30,11 +30,22 @@ class SpannedTokens:
     segments: TokenArray
 
 
+class MarkerEnd(NamedTuple):
+    """Where a marker of some ``kind`` ends: how many segments and ids there are up to here, and how many of
+    these ids are not the tokenizer's."""
+
+    num_segments: int
+    num_ids: int
+    kind: str
+    num_known: int
+
+
 class MarkedTokens(NamedTuple):
-    """Ids, and for every marker among them the number of segments and of ids up to its end, and its kind."""
+    """Ids, where the markers among them end, and how many ids are not the tokenizer's."""
 
     ids: TokenArray
-    ends: list[tuple[int, int, str]]
+    ends: list[MarkerEnd]
+    num_known: int
 
 
 class Run(NamedTuple):
@@ -151,25 +162,30 @@ class HFTokenizer:
             TemplateError: a marker is not a token of this model.
         """
         parts = [np.zeros(0, dtype=np.int32)]
-        ends: list[tuple[int, int, str]] = []
-        count = 0
+        ends: list[MarkerEnd] = []
+        count = num_known = 0
         for run in self._runs(segments, left):
             if run.is_marker:
                 parts.append(self._marker_ids[run.text])
                 count += 1
-                ends.append((run.stop, count, run.right))
+                ends.append(MarkerEnd(run.stop, count, run.right, num_known))
                 continue
             ids = known(run.left, run.text) if known is not None and not run.loses_end else None
             if ids is None:
                 ids = self._pieces.encode(run.left, run.text, run.right, scope=scope)
+            else:
+                num_known += len(ids)
             parts.append(ids)
             count += len(ids)
-        return MarkedTokens(np.concatenate(parts), ends)
+        return MarkedTokens(np.concatenate(parts), ends, num_known)
 
-    def tail(self, rendered: Rendered, *, scope: str = "") -> Tail:
-        """The text after a prompt's last marker: what is generated goes on from there."""
-        last = Run("", 0, 0)
-        for run in self._runs(rendered.segments):
+    def tail(self, segments: Sequence[Segment], left: str = NO_NEIGHBOUR, *, scope: str = "") -> Tail:
+        """The text after a prompt's last marker: what is generated goes on from there.
+
+        ``left`` is the kind of the marker before ``segments``, where there is one.
+        """
+        last = Run("", 0, 0, left=left)
+        for run in self._runs(segments, left):
             last = Run("", 0, 0, left=run.right) if run.is_marker else run
         ids = self._pieces.encode(last.left, last.text, NO_NEIGHBOUR, scope=scope)
         return Tail(last.left, last.text, ids)

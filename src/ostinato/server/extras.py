@@ -72,6 +72,8 @@ def remarks_object(usages: Sequence[Usage]) -> Json:
     for usage in usages:
         if usage.prompt_name:
             remarks["prompt"] = usage.prompt_name
+        if usage.kept_tokens:
+            remarks["kept_tokens"] = usage.kept_tokens
         if (trim := usage.trimmed) is not None:
             remarks["trim"] = {
                 "strategy": trim.strategy,
