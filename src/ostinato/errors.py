@@ -26,6 +26,7 @@
     │   ├── ModelUnsupportedError        an architecture or format we do not know
     │   └── StorageFullError             no room on disk
     ├── TierError                        a KV tier's folder cannot be used
+    ├── WarmingError                     the server to be warmed does not answer, or refuses
     └── ServerError                      our side                          5xx
         ├── EngineError                  the engine failed in this request 500
         └── ShuttingDownError            the server is going away          503
@@ -181,6 +182,10 @@ class ModelUnsupportedError(ModelError):
 
 class StorageFullError(ModelError):
     """The disk has no room for the model."""
+
+
+class WarmingError(OstinatoError):
+    """The server to be warmed does not answer, or refuses."""
 
 
 class TierError(OstinatoError):
