@@ -7,15 +7,19 @@ import logging
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from . import __version__, cli_prompt, cli_replay
+from . import __version__, cli_prompt, cli_replay, cli_warm
 from .config import Settings, parse_size, tame_waiting_threads
 from .errors import ClientError, OstinatoError
 from .kv.codecs.spec import is_lossy
 from .kv.policy_names import POLICY_NAMES
+
+if TYPE_CHECKING:
+    from .runtime import Runtime
+    from .warming.background import BackgroundWarming
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -138,6 +142,12 @@ def _settings(model: str | None, **options: Any) -> Settings:
     type=click.Path(path_type=Path, dir_okay=False),
     help="TOML file with named prompts for requests to use.",
 )
+@click.option(
+    "--warm",
+    type=click.Path(path_type=Path, exists=True),
+    help="Request log to warm the cache from, in the background.",
+)
+@click.option("--warm-top", type=click.IntRange(1), help="Prefixes to warm at most.")
 @click.option("--drain-timeout", type=float, help="Seconds for running requests at shutdown.")
 def serve(model: str | None, **options: Any) -> None:
     """Serve MODEL with the OpenAI API (alias, Hugging Face id, folder or .gguf)."""
@@ -156,8 +166,12 @@ def serve(model: str | None, **options: Any) -> None:
         text = f"KV is stored as {settings.tier_codec}: answers that read it may differ (approximate_tokens)."
         click.secho(text, fg="yellow")
 
+    warming = _warming(runtime, settings)
+
     def ready(url: str) -> None:
         click.echo(_welcome(url, runtime.model_name, runtime.health().num_blocks, settings))
+        if warming is not None:
+            warming.start()
 
     wire = server_settings(
         host=settings.host,
@@ -172,7 +186,25 @@ def serve(model: str | None, **options: Any) -> None:
             f"cannot listen on {settings.host}:{settings.port}: {error.strerror}; choose another --port"
         ) from error
     finally:
+        if warming is not None:
+            warming.stop()
         runtime.close()
+
+
+def _warming(runtime: Runtime, settings: Settings) -> BackgroundWarming | None:
+    """What was asked to be warmed, to be started when the server answers."""
+    if settings.warm is None:
+        return None
+    from .warming.background import BackgroundWarming
+
+    return BackgroundWarming(
+        runtime,
+        settings.warm,
+        top=settings.warm_top,
+        piece_tokens=settings.max_batch_tokens,
+        policy=settings.policy,
+        on_end=lambda outcome: click.echo(cli_warm.text(outcome), err=True),
+    )
 
 
 def _welcome(url: str, model: str, num_blocks: int, settings: Settings) -> str:
@@ -319,3 +351,4 @@ def model_remove(name: str, **options: Any) -> None:
 main.add_command(cli_prompt.template)
 main.add_command(cli_prompt.prompt)
 main.add_command(cli_replay.replay)
+main.add_command(cli_warm.warm)

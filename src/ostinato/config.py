@@ -19,7 +19,7 @@ from .types import TrimRules, TrimStrategy
 DEFAULT_MODEL = "smollm2-135m"
 PREFIX = "OSTINATO_"
 _SIZES = ("kv_cache", "shared_tier_bytes", "trace_bytes")
-_PATHS = ("store", "shared_tier", "trace", "prompts", "message_rules", "canonical")
+_PATHS = ("store", "shared_tier", "trace", "prompts", "message_rules", "canonical", "warm")
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 
@@ -66,6 +66,8 @@ class Settings:
         trace_key: secret behind the log's digests; ``None``: a new one at every start, so that digests of
             two runs cannot be compared.
         trace_bytes: size at which a log is moved to ``FILE.1`` and begun anew.
+        warm: request log to warm the cache from once the server answers; ``None``: none.
+        warm_top: prefixes to warm at most.
         drain_timeout: seconds that running requests get at shutdown.
     """
 
@@ -100,6 +102,8 @@ class Settings:
     trace_content: bool = False
     trace_key: str | None = None
     trace_bytes: int = 256 << 20
+    warm: Path | None = None
+    warm_top: int = 16
     drain_timeout: float = 30.0
 
     @property

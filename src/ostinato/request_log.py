@@ -54,8 +54,12 @@ def block_ids(key: bytes, namespace: str, tokens: TokenArray, block_tokens: int)
     ids: list[int] = []
     for at in range(0, len(data), 4 * block_tokens):
         parent = blake3(parent + data[at : at + 4 * block_tokens], key=key).digest()
-        ids.append(int.from_bytes(parent[:8], "little") >> (64 - _ID_BITS))
+        ids.append(_id(parent))
     return ids
+
+
+def _id(digest: bytes) -> int:
+    return int.from_bytes(digest[:8], "little") >> (64 - _ID_BITS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,6 +234,12 @@ class RequestLog:
         }
         if usage.approximate_tokens:
             line["approximate_tokens"] = usage.approximate_tokens
+        if usage.prompt_name:
+            line["prompt_name"] = usage.prompt_name
+        if request.session is not None:
+            space = entry.event.namespace.encode()
+            name = request.session.id.encode("utf-8", "surrogatepass")
+            line["session"] = _id(blake3(b"session" + space + name, key=self._key).digest())
         if num_dropped:
             line["dropped"] = num_dropped
         if self._with_content:
@@ -244,7 +254,11 @@ def _content(request: GenerationRequest) -> dict[str, Any]:
     if not isinstance(prompt, Conversation):
         return {"prompt": prompt}
     body: dict[str, Any] = {"messages": [message_as_dict(message) for message in prompt.messages]}
-    return body | ({"tools": list(prompt.tools)} if prompt.tools else {})
+    if prompt.tools:
+        body["tools"] = list(prompt.tools)
+    if request.continue_final_message:
+        body["continue_final_message"] = True
+    return body
 
 
 def _write_all(fd: int, data: bytes) -> None:

@@ -107,6 +107,20 @@ def test_content_is_written_when_it_is_asked_for(folder: Path, tmp_path: Path) -
     assert ids["request"] == {"prompt": [5, 6, 7]}
 
 
+def test_sessions_are_told_apart_and_not_told(folder: Path, tmp_path: Path) -> None:
+    path = tmp_path / "log.jsonl"
+    with ostinato.load(folder, kv_cache=1 << 20, trace=path) as engine:
+        for session in ("jane@example.org", "jane@example.org", "joe@example.org"):
+            engine.chat(TALK, session=session, **OPTIONS)
+        engine.chat(TALK, session="jane@example.org", salt="another", **OPTIONS)
+        engine.chat(TALK, **OPTIONS)
+    a, b, c, d, e = (row.get("session") for row in lines(path))
+    assert a == b
+    assert len({a, c, d, e}) == 4
+    assert e is None
+    assert "example.org" not in path.read_text()
+
+
 def test_a_key_decides_whether_logs_can_be_compared() -> None:
     tokens = np.arange(40, dtype=np.int32)
     ids = block_ids(log_key("a"), "space", tokens, 16)

@@ -33,9 +33,8 @@ class EngineTarget:
         self._runtime = runtime
         self._fill_tier = fill_tier
         self._block_bytes = runtime.info.kv_bytes_per_token * manager.block_size
-        num_blocks = manager.num_blocks
-        if fill_tier:
-            num_blocks = self._tier().capacity_bytes // self._block_bytes
+        self.num_tier_blocks = self._tier().capacity_bytes // self._block_bytes if fill_tier else 0
+        num_blocks = self.num_tier_blocks if fill_tier else manager.num_blocks
         self._room = Room(int(num_blocks * share), manager.block_size)
 
     def wait_for_idle(self) -> bool:
@@ -52,11 +51,11 @@ class EngineTarget:
         view = self._runtime.cache(prefix.salt)
         return view.manager.peek(view.namespace, prefix.tokens)
 
-    def room_tokens(self) -> int:
+    def room_until(self, start: int) -> int:
         if not self._fill_tier:
-            return self._room.tokens(self._runtime.cache().manager.num_free_blocks)
+            return self._room.until(start, self._runtime.cache().manager.num_free_blocks)
         tier = self._tier()
-        return self._room.tokens((tier.capacity_bytes - tier.used_bytes) // self._block_bytes)
+        return self._room.until(start, (tier.capacity_bytes - tier.used_bytes) // self._block_bytes)
 
     def _tier(self) -> TierReport:
         tier = self._runtime.health().tier
@@ -88,7 +87,7 @@ class EngineTarget:
             raise EngineError("the engine stopped while it was being warmed")
         usage = last.usage
         loaded = max(0, usage.cached_tokens - found)
-        self._room.take(usage.written_tokens + (0 if self._fill_tier else loaded))
+        self._room.take(usage.cached_tokens if self._fill_tier else found, num_tokens)
         return Had(found, loaded, usage.prompt_tokens - usage.cached_tokens)
 
     def _num_found(self, salt: str, tokens: TokenArray) -> int:

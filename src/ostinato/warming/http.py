@@ -67,8 +67,8 @@ class HttpTarget:
         """What earlier prefixes brought; what else is there is found when it is asked for."""
         return len(prefix.tokens) - prefix.new_tokens
 
-    def room_tokens(self) -> int:
-        return self._room.tokens(self._load()["free"])
+    def room_until(self, start: int) -> int:
+        return self._room.until(start, self._load()["free"])
 
     def have(self, prefix: Prefix, num_tokens: int) -> Had:
         body: dict[str, Any] = {
@@ -81,7 +81,7 @@ class HttpTarget:
             body["cache_salt"] = prefix.cache_salt
         usage = self._ask("POST", "/v1/completions", body).json().get("usage") or {}
         cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
-        self._room.take(num_tokens - cached)
+        self._room.take(cached, num_tokens)
         return Had(cached, 0, num_tokens - cached)
 
     def _load(self) -> dict[str, float]:

@@ -15,10 +15,11 @@ from typing import Any, Final
 import numpy as np
 import orjson
 
-from ostinato.errors import ClientError, TemplateError, TraceError
-from ostinato.ports import Tokenizer
+from ostinato.assembly import Assembler
+from ostinato.errors import ClientError, TraceError
+from ostinato.kv.hashing import Namespace
 from ostinato.prompt.template import Template
-from ostinato.runtime import tokenize_conversation
+from ostinato.prompt.tokens import HFTokenizer
 from ostinato.server.chat import ChatRequest
 from ostinato.server.completions import CompletionRequest
 from ostinato.server.fields import validate
@@ -27,7 +28,10 @@ from ostinato.types import Conversation, GenerationRequest, Message, TokenArray
 
 MAX_REQUESTS: Final = 20_000
 MAX_TOKENS: Final = 64 << 20
-_CHAT_FIELDS: Final = ("messages", "tools", "tool_choice", "cache_salt")
+_CHAT_FIELDS: Final = (
+    *("messages", "tools", "tool_choice", "cache_salt"),
+    *("prompt", "trim", "continue_final_message"),  # ours: a named prompt, for one
+)
 
 Encode = Callable[[GenerationRequest], TokenArray]
 
@@ -84,19 +88,10 @@ def read_log(path: Path, encode: Encode) -> PromptLog:
     return PromptLog(tuple(prompts), len(faults), faults[0] if faults else "")
 
 
-def encoder(tokenizer: Tokenizer, template: Template | None) -> Encode:
-    """Makes tokens as a runtime with these would, of any length."""
-
-    def encode(request: GenerationRequest) -> TokenArray:
-        if isinstance(request.prompt, Conversation):
-            if template is None:
-                raise TemplateError("this model has no chat template")
-            return tokenize_conversation(request.prompt, tokenizer, template)
-        if isinstance(request.prompt, str):
-            return tokenizer.encode_prompt(request.prompt)
-        return np.asarray(request.prompt, np.int32)
-
-    return encode
+def encoder(tokenizer: HFTokenizer, template: Template | None, max_model_len: int) -> Encode:
+    """Makes tokens as a runtime with these and nothing else set would."""
+    assembler = Assembler(tokenizer, template, Namespace("", tokenizer.identity, "", "", "", ""))
+    return lambda request: assembler.assemble(request, max_model_len).tokens
 
 
 def _lines(file: Path) -> Sequence[tuple[int, bytes]]:

@@ -45,8 +45,8 @@ class Prefix:
 class _Node:
     """Tokens ``[start, end)`` of ``prompt``, which ``count`` requests of together ``weight`` run through.
 
-    ``ends`` are those that end here. ``best`` is what the most valuable path from here down is worth, ``next``
-    the child that it goes on with.
+    ``ends`` are those that end here. ``best`` is what the most valuable path from here down is worth,
+    ``next`` the child that it goes on with.
     """
 
     prompt: LoggedPrompt

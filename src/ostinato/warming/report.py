@@ -114,8 +114,8 @@ class Books:
     def num_cached(self, prefix: Prefix) -> int:
         return self._manager.peek(_namespace(prefix.salt), prefix.tokens)
 
-    def room_tokens(self) -> int:
-        return self._room.tokens(self._manager.num_free_blocks)
+    def room_until(self, start: int) -> int:
+        return self._room.until(start, self._manager.num_free_blocks)
 
     def have(self, prefix: Prefix, num_tokens: int) -> Had:
         tokens = prefix.tokens[:num_tokens]
@@ -124,21 +124,27 @@ class Books:
             is_room = lease.reserve(num_tokens)
             assert is_room, "there is free room, and no room"
             lease.take_copies()
-            self._room.take(lease.commit(tokens))
+            lease.commit(tokens)
+            self._room.take(found, num_tokens)
         return Had(found, 0, num_tokens - found)
 
 
 class Room:
-    """How much of a share of a cache is left, when only free blocks may be taken."""
+    """How much of a share of a cache is left, when only free blocks may be taken.
+
+    Of a prefix that goes on amid a block, that block is counted again: it may have to be copied.
+    """
 
     def __init__(self, max_blocks: float, block_size: int) -> None:
-        self._left_tokens = max_blocks * block_size if max_blocks < inf else inf
+        self._left_blocks = max_blocks
         self._block_size = block_size
 
-    def tokens(self, num_free_blocks: float) -> int:
-        """Where a prefix goes on amid a block, that block is copied: one is kept for it."""
-        room = min(self._left_tokens, (num_free_blocks - 1) * self._block_size)
-        return 1 << 40 if room == inf else int(max(0, room))
+    def until(self, start: int, num_free_blocks: float) -> int:
+        """How far tokens from ``start`` on may reach."""
+        blocks = start // self._block_size + max(0, min(self._left_blocks, num_free_blocks))
+        return 1 << 40 if blocks == inf else int(blocks) * self._block_size
 
-    def take(self, num_tokens: int) -> None:
-        self._left_tokens -= num_tokens
+    def take(self, start: int, end: int) -> None:
+        """Tokens ``[start, end)`` were put there."""
+        if end > start:
+            self._left_blocks -= -(-end // self._block_size) - start // self._block_size

@@ -37,8 +37,8 @@ class Target(Protocol):
     def num_cached(self, prefix: Prefix) -> int:
         """How much of a prefix is there already, at most all but one token."""
 
-    def room_tokens(self) -> int:
-        """How many more tokens may be put there without anything being given up for them."""
+    def room_until(self, start: int) -> int:
+        """How far a prefix that is there up to ``start`` may go without anything being given up for it."""
 
     def have(self, prefix: Prefix, num_tokens: int) -> Had:
         """Brings the first ``num_tokens`` of it there."""
@@ -67,7 +67,7 @@ def warm(
     for prefix in prefixes:
         length = min(len(prefix.tokens), target.max_tokens)
         before = target.num_cached(prefix)
-        place = min(length, before + max(0, target.room_tokens()))
+        place = max(before, min(length, target.room_until(before)))
         if place < length:
             warmed.end = "full"
         reached = _bring(prefix, before, place, target, warmed, on_progress)
@@ -92,7 +92,8 @@ def _bring(
     while reached < end:
         if not target.wait_for_idle():
             return reached
-        piece_end = min(end, reached + target.piece_tokens)
+        # At its multiples, which are those of blocks: a piece that begins amid one would have it copied.
+        piece_end = min(end, (reached // target.piece_tokens + 1) * target.piece_tokens)
         had = target.have(prefix, piece_end)
         warmed.loaded_tokens += had.loaded_tokens
         warmed.computed_tokens += had.computed_tokens
