@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from . import __version__, cli_prompt, cli_replay, cli_warm
+from . import __version__, cli_cache, cli_prompt, cli_replay, cli_warm
 from .config import Settings, parse_size, tame_waiting_threads
 from .errors import ClientError, OstinatoError
 from .kv.codecs.spec import is_lossy
@@ -148,6 +148,16 @@ def _settings(model: str | None, **options: Any) -> Settings:
     help="Request log to warm the cache from, in the background.",
 )
 @click.option("--warm-top", type=click.IntRange(1), help="Prefixes to warm at most.")
+@click.option(
+    "--tenants",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="TOML file with API keys by name, and what each may keep.",
+)
+@click.option("--tenant-kv-cache", type=Size(), help="What each API key or salt may keep of --kv-cache.")
+@click.option("--tenant-shared-tier", type=Size(), help="And of --shared-tier-bytes.")
+@click.option("--cache-ttl", type=float, help="Seconds after its last use for which KV is kept.")
+@click.option("--pinned-share", type=float, help="Part of --kv-cache that may be pinned, 0 to 1.")
+@click.option("--admin-key", help="Key for `ostinato cache`. Better: OSTINATO_ADMIN_KEY.")
 @click.option("--drain-timeout", type=float, help="Seconds for running requests at shutdown.")
 def serve(model: str | None, **options: Any) -> None:
     """Serve MODEL with the OpenAI API (alias, Hugging Face id, folder or .gguf)."""
@@ -176,11 +186,12 @@ def serve(model: str | None, **options: Any) -> None:
     wire = server_settings(
         host=settings.host,
         port=settings.port,
-        api_keys=settings.api_keys,
+        tenants=settings.all_tenants(),
+        admin_key=settings.admin_key,
         drain_timeout_s=settings.drain_timeout,
     )
     try:
-        run_server(create_app(runtime, wire), wire, ready)
+        run_server(create_app(runtime, wire, runtime), wire, ready)
     except OSError as error:
         raise click.ClickException(
             f"cannot listen on {settings.host}:{settings.port}: {error.strerror}; choose another --port"
@@ -350,5 +361,6 @@ def model_remove(name: str, **options: Any) -> None:
 
 main.add_command(cli_prompt.template)
 main.add_command(cli_prompt.prompt)
+main.add_command(cli_cache.cache)
 main.add_command(cli_replay.replay)
 main.add_command(cli_warm.warm)

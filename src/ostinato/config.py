@@ -14,12 +14,13 @@ from typing import Any, Self, cast
 from .errors import ParameterError
 from .kv.codecs.spec import is_lossy
 from .kv.policy_names import POLICY_NAMES
+from .tenants import Tenant, read_tenants, tenants_of_keys
 from .types import TrimRules, TrimStrategy
 
 DEFAULT_MODEL = "smollm2-135m"
 PREFIX = "OSTINATO_"
-_SIZES = ("kv_cache", "shared_tier_bytes", "trace_bytes")
-_PATHS = ("store", "shared_tier", "trace", "prompts", "message_rules", "canonical", "warm")
+_SIZES = ("kv_cache", "shared_tier_bytes", "trace_bytes", "tenant_kv_cache", "tenant_shared_tier")
+_PATHS = ("store", "shared_tier", "trace", "prompts", "message_rules", "canonical", "warm", "tenants")
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 
@@ -61,6 +62,12 @@ class Settings:
         hf_token: token for gated models on the hub.
         host, port: where the server listens.
         api_keys: comma-separated keys; each has its own salt, so that holders share no KV. Empty: open.
+        tenants: TOML file with more keys, by name, and with limits of their own.
+        tenant_kv_cache: what each tenant (API key, or salt) may keep of ``kv_cache``; ``None``: all.
+        tenant_shared_tier: and of ``shared_tier_bytes``.
+        cache_ttl: seconds after their last use for which KV is kept; ``None``: as long as there is room.
+        pinned_share: the part of ``kv_cache`` that may be pinned.
+        admin_key: key to look after the cache over HTTP; ``None``: nobody can.
         trace: file to log requests to, one line of JSON each, digests instead of text; ``None``: none.
         trace_content: put prompts and salts into that log as well.
         trace_key: secret behind the log's digests; ``None``: a new one at every start, so that digests of
@@ -98,6 +105,12 @@ class Settings:
     host: str = "127.0.0.1"
     port: int = 8000
     api_keys: str = ""
+    tenants: Path | None = None
+    tenant_kv_cache: int | None = None
+    tenant_shared_tier: int | None = None
+    cache_ttl: float | None = None
+    pinned_share: float = 0.25
+    admin_key: str | None = None
     trace: Path | None = None
     trace_content: bool = False
     trace_key: str | None = None
@@ -114,6 +127,21 @@ class Settings:
             ParameterError: a value is out of its range.
         """
         return TrimRules(self.trim_budget, cast(TrimStrategy, self.trim), self.trim_low_water)
+
+    def all_tenants(self) -> tuple[Tenant, ...]:
+        """Those of ``api_keys`` and those of the file ``tenants``.
+
+        Raises:
+            ParameterError: the file cannot be read, or a key is in both or is the admin's.
+        """
+        known = tenants_of_keys(self.api_keys)
+        if self.tenants is not None:
+            known += read_tenants(self.tenants, parse_size)
+        if len({tenant.id for tenant in known}) < len(known):
+            raise ParameterError("an API key was given twice", param="api_keys")
+        if self.admin_key and any(tenant.key == self.admin_key for tenant in known):
+            raise ParameterError("the admin key must not be an API key", param="admin_key")
+        return known
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str], **overrides: Any) -> Self:
@@ -151,7 +179,7 @@ class Settings:
                     code="invalid_type",
                 )
         for name in (*_SIZES, "block_size", "max_batch_tokens", "max_sequences", "max_waiting"):
-            if getattr(self, name) < 1:
+            if (value := getattr(self, name)) is not None and value < 1:
                 raise ParameterError(f"{name} must be at least 1", param=name)
         if self.max_model_len is not None and self.max_model_len < 2:
             raise ParameterError(
@@ -166,6 +194,10 @@ class Settings:
                 f"tier_codec {self.tier_codec!r} says how a shared tier stores blocks: set shared_tier, too",
                 param="tier_codec",
             )
+        if self.cache_ttl is not None and not self.cache_ttl >= 1:
+            raise ParameterError("cache_ttl must be at least 1 second", param="cache_ttl")
+        if not 0 <= self.pinned_share <= 1:
+            raise ParameterError("pinned_share must be between 0 and 1", param="pinned_share")
         if not 0 <= self.port <= 65535:
             raise ParameterError("port must be between 0 and 65535", param="port")
         try:
@@ -228,7 +260,7 @@ def _read(name: str, text: str) -> Any:
             ]
         if kind in ("int", "int | None"):
             return int(text)
-        if kind == "float":
+        if kind in ("float", "float | None"):
             return float(text)
     except (ValueError, KeyError) as error:
         raise ParameterError(

@@ -16,6 +16,7 @@
     │   ├── AuthenticationError          no key, or a wrong one            401
     │   ├── TraceError                   a recorded trace cannot be read   400
     │   ├── UnknownModelError            no such model here                404
+    │   ├── NotPinnedError               no pin of this name               404
     │   ├── PinRefusedError              more than may be pinned           409  (both numbers)
     │   ├── RequestTimeoutError          the request arrived too slowly    408
     │   ├── RequestTooLargeError         the body is over the limit        413
@@ -129,6 +130,12 @@ class UnknownModelError(ClientError):
     status = 404
     code = "model_not_found"
     param = "model"
+
+
+class NotPinnedError(ClientError):
+    status = 404
+    code = "pin_not_found"
+    param = "id"
 
 
 class PinRefusedError(ClientError):

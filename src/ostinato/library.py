@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import operator
 import os
 import secrets
@@ -17,12 +18,16 @@ from .assembly import Assembler
 from .config import Settings
 from .errors import ParameterError
 from .kv.hashing import Namespace
+from .kv.keeper import CacheSummary, PurgeReport
+from .kv.pins import Pin
+from .kv.terms import Selection, prompt_id, tenant_of
 from .ports import Clock, SystemClock
 from .prompt.canonical import CanonicalRules, read_canonical_rules
 from .prompt.conversation import ROLES, conversation_from_dicts
 from .prompt.registry import PromptRegistry, read_prompts
 from .prompt.rules import CustomRole, MessageRules, read_rules
 from .runtime import Prepared, Runtime
+from .tenants import allowances
 from .types import (
     Chunk,
     Conversation,
@@ -43,6 +48,8 @@ if TYPE_CHECKING:
     from .engines.runners import PagedRunner
     from .engines.worker import Worker
     from .events import Observer
+    from .kv.terms import Allowances
+    from .kv.tiers.shared import SharedTier
     from .kv.transfer import TierLink
     from .models.store import LocalModel
     from .prompt.tokens import HFTokenizer
@@ -99,8 +106,9 @@ class Engine:
     """A loaded model with its cache. Thread-safe; close it, or use it as a context manager.
 
     Keyword arguments of the methods are the fields of :class:`~ostinato.types.SamplingParams`, ``n``
-    (choices), ``salt`` (keeps this caller's KV apart) and ``session`` (an id, or a
-    :class:`~ostinato.types.Session`: a hint of what is worth keeping), and for conversations:
+    (choices), ``salt`` (keeps this caller's KV apart), ``cache_ttl`` (seconds after its last use for which it
+    is kept) and ``session`` (an id, or a :class:`~ostinato.types.Session`: a hint of what is worth keeping),
+    and for conversations:
 
     - ``tools``: what the model may call, in OpenAI's form. Calls come back as ``tool_calls``.
     - ``trim``: ``"off"``, ``"drop"``, ``"shorten"``, ``"sticky"``, or :class:`~ostinato.types.TrimRules` (or
@@ -172,6 +180,46 @@ class Engine:
         """
         return self.runtime.tell_session(Session(id, state, expires_in_s), salt)
 
+    def pin(
+        self, prompt: ConversationLike | SequenceOf[int], *, salt: str = "", ttl_s: float = math.inf
+    ) -> Pin:
+        """Keep the beginning of all conversations that begin with these messages (or tokens); computes it.
+
+        Until it is unpinned, or for ``ttl_s`` seconds. Whole blocks are kept.
+
+        Raises:
+            PinRefusedError: more than may be pinned; both numbers are in it.
+            ParameterError: it is shorter than a block.
+        """
+        is_ids = not isinstance(prompt, str | Conversation) and all(isinstance(item, int) for item in prompt)
+        given: Any = prompt
+        asked = _raw_prompt(given) if is_ids else _conversation(given, roles=self.runtime.roles)
+        return self.runtime.pin(GenerationRequest(asked, salt=salt), ttl_s)
+
+    def unpin(self, pin: Pin | str) -> bool:
+        """Let go of a pin, by itself or its id; false when it is gone already."""
+        return self.runtime.unpin(pin if isinstance(pin, str) else pin.id)
+
+    def purge(
+        self, *, salt: str | None = None, prompt: str | None = None, older_than_s: float = 0.0
+    ) -> PurgeReport:
+        """Drop what was kept, here and in the shared tier; with conditions, what meets all of them.
+
+        Of the tenant with this salt, of the named prompt, stored so long ago. When this returns nobody finds
+        any of it. What is in use is freed when it no longer is.
+        """
+        return self.runtime.purge(
+            Selection(
+                tenant=None if salt is None else tenant_of(salt),
+                prompt=None if prompt is None else prompt_id(prompt),
+                min_age_s=older_than_s,
+            )
+        )
+
+    def cache_summary(self) -> CacheSummary:
+        """What is kept now, and for whom."""
+        return self.runtime.cache_summary()
+
     def close(self) -> None:
         """Stop the engine; unfinished requests end with reason "abort"."""
         self.runtime.close()
@@ -201,6 +249,7 @@ class Engine:
 
     def _prepare(self, request: GenerationRequest, options: dict[str, Any]) -> Prepared:
         num_choices = options.pop("n", 1)
+        ttl_s = options.pop("cache_ttl", None)
         session = options.pop("session", None)
         if isinstance(session, str):
             session = Session(session)
@@ -216,7 +265,14 @@ class Engine:
                 options[name] = tuple(options[name])
         params = replace(SamplingParams(), **options)
         return self.runtime.prepare(
-            replace(request, params=params, num_choices=num_choices, salt=salt, session=session)
+            replace(
+                request,
+                params=params,
+                num_choices=num_choices,
+                salt=salt,
+                session=session,
+                cache_ttl_s=ttl_s,
+            )
         )
 
 
@@ -344,6 +400,7 @@ def _start(
     from .engines.batching import Batcher, BatchingSettings
     from .engines.hf import load_model
     from .engines.runners import PagedRunner, StatefulRunner
+    from .kv.keeper import Keeper
     from .kv.manager import KVManager
     from .kv.policies import make_policy
     from .kv.sessions import Sessions
@@ -357,13 +414,20 @@ def _start(
         max_model_len=settings.max_model_len,
     )
     info, num_blocks = loaded.info, _num_blocks(settings, loaded.info)
+    block_bytes = settings.block_size * info.kv_bytes_per_token
     runtime: Runtime
 
     policy = make_policy(
         settings.policy, num_blocks=num_blocks, block_tokens=settings.block_size, clock=clock
     )
     manager = KVManager(
-        num_blocks, settings.block_size, policy=policy, observer=lambda event: runtime.observe(event)
+        num_blocks,
+        settings.block_size,
+        policy=policy,
+        observer=lambda event: runtime.observe(event),
+        clock=clock,
+        allowances=_allowances(settings, block_bytes, in_tier=False),
+        pinned_share=settings.pinned_share,
     )
     sessions = Sessions(manager, clock)
     try:
@@ -375,9 +439,9 @@ def _start(
         raise ParameterError(
             f"there is no memory for {size_gib:.1f} GiB of KV: lower kv_cache", param="kv_cache"
         ) from error
-    link = None
+    tier, link = None, None
     if isinstance(runner, PagedRunner):
-        link = _tier_link(settings, runner, clock, lambda event: runtime.observe(event))
+        tier, link = _tier_link(settings, runner, clock, lambda event: runtime.observe(event))
     batcher = Batcher(
         runner,
         manager,
@@ -409,6 +473,7 @@ def _start(
         clock=clock,
         tier_link=link,
         sessions=sessions,
+        keeper=Keeper(manager, tier, block_bytes),
     )
     return runtime
 
@@ -428,10 +493,23 @@ def _num_blocks(settings: Settings, info: RunnerInfo) -> int:
     return num_blocks
 
 
-def _tier_link(settings: Settings, runner: PagedRunner, clock: Clock, observer: Observer) -> TierLink | None:
+def _allowances(settings: Settings, block_bytes: int, *, in_tier: bool) -> Allowances:
+    """What each tenant may keep, in the arena or in the shared tier."""
+    return allowances(
+        settings.all_tenants(),
+        block_bytes=max(1, block_bytes),
+        in_tier=in_tier,
+        default_bytes=settings.tenant_shared_tier if in_tier else settings.tenant_kv_cache,
+        ttl_s=math.inf if settings.cache_ttl is None else settings.cache_ttl,
+    )
+
+
+def _tier_link(
+    settings: Settings, runner: PagedRunner, clock: Clock, observer: Observer
+) -> tuple[SharedTier, TierLink] | tuple[None, None]:
     """The shared tier that was asked for. Models of different size share a folder, not a slab."""
     if settings.shared_tier is None:
-        return None
+        return None, None
     import psutil
 
     from .kv.approximate import ApproximateSlots
@@ -450,11 +528,16 @@ def _tier_link(settings: Settings, runner: PagedRunner, clock: Clock, observer: 
         )
     folder = settings.shared_tier / f"blocks-of-{size}-bytes"
     tier = SharedTier.open(
-        folder, slot_bytes=size, capacity_bytes=settings.shared_tier_bytes, version=KEY_VERSION
+        folder,
+        slot_bytes=size,
+        capacity_bytes=settings.shared_tier_bytes,
+        version=KEY_VERSION,
+        clock=clock,
+        allowances=_allowances(settings, size, in_tier=True),
     )
     buffered_bytes = max(_WRITE_BACK_BYTES, 2 * size)
     ahead = runner.arena.populate(psutil.virtual_memory().available // 4)
-    return TierLink(
+    link = TierLink(
         tier,
         codec,
         settings.block_size,
@@ -464,6 +547,7 @@ def _tier_link(settings: Settings, runner: PagedRunner, clock: Clock, observer: 
         observer=observer,
         approximate=None if codec.is_exact else ApproximateSlots(runner.arena.num_slots),
     )
+    return tier, link
 
 
 def _check_device(name: str, torch: Any) -> None:

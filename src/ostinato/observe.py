@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final, Protocol, get_args
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, Metric, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -18,6 +18,7 @@ from .events import (
     BlocksEvicted,
     BlocksStored,
     Event,
+    EvictionReason,
     Preempted,
     PrefixLookedUp,
     RequestFinished,
@@ -78,8 +79,11 @@ class PrometheusObserver:
         self._hits = counter("prefix_cache_hits", "Prompt tokens found in the prefix cache.")
         self._stored_tokens = counter("prefix_cache_stored_tokens", "Tokens that became findable.")
         self._stored_blocks = counter("prefix_cache_stored_blocks", "Blocks the index took for them.")
-        self._evicted_tokens = counter("prefix_cache_evicted_tokens", "Tokens given up to make room.")
-        self._evicted_blocks = counter("prefix_cache_evicted_blocks", "Blocks given up to make room.")
+        self._evicted_tokens = counter("prefix_cache_evicted_tokens", "Tokens given up.", ("reason",))
+        self._evicted_blocks = counter("prefix_cache_evicted_blocks", "Blocks given up.", ("reason",))
+        for reason in get_args(EvictionReason):
+            self._evicted_tokens.labels(reason)
+            self._evicted_blocks.labels(reason)
         self._preemptions = counter(
             "num_preemptions", "Running sequences that had to give their blocks back."
         )
@@ -138,8 +142,8 @@ class PrometheusObserver:
                 self._stored_tokens.inc(event.num_tokens)
                 self._stored_blocks.inc(event.num_blocks)
             case BlocksEvicted():
-                self._evicted_tokens.inc(event.num_tokens)
-                self._evicted_blocks.inc(event.num_blocks)
+                self._evicted_tokens.labels(event.reason).inc(event.num_tokens)
+                self._evicted_blocks.labels(event.reason).inc(event.num_blocks)
             case Preempted():
                 self._preemptions.inc()
             case TierLoaded():
@@ -193,6 +197,9 @@ class Load(Protocol):
     def num_free_blocks(self) -> int: ...
 
     @property
+    def num_pinned_blocks(self) -> int: ...
+
+    @property
     def tier(self) -> TierReport | None:
         """Of the shared tier, where there is one."""
 
@@ -218,6 +225,9 @@ class LoadGauges(Collector):
         blocks.add_metric(["evictable"], load.num_evictable_blocks)
         blocks.add_metric(["free"], load.num_free_blocks)
         yield blocks
+        yield GaugeMetricFamily(
+            _P + "kv_pinned_blocks", "Of the blocks held: those that are pinned.", load.num_pinned_blocks
+        )
         if load.tier is not None:
             yield from _tier_families(load.tier)
 

@@ -18,17 +18,28 @@ from math import inf
 from queue import SimpleQueue
 from typing import Any, Self
 
+import numpy as np
+
 from .answers import Answer, Calls, Choice
 from .assembly import Assembled, Assembler, tokenize_conversation
 from .engines.base import RunnerInfo
 from .engines.batching import Batcher
 from .engines.sequence import Sequence
-from .errors import ParameterError, PromptTooLongError, QueueFullError, ShuttingDownError
+from .errors import (
+    ClientError,
+    EngineError,
+    ParameterError,
+    PromptTooLongError,
+    QueueFullError,
+    ShuttingDownError,
+)
 from .events import Event, Observer, RequestFinished
 from .kv.hashing import Namespace
+from .kv.keeper import CacheSummary, Keeper, PurgeReport
 from .kv.manager import CacheView, KVManager, Lease
+from .kv.pins import Pin
 from .kv.sessions import Sessions
-from .kv.terms import Terms, prompt_id
+from .kv.terms import Selection, Terms, prompt_id
 from .kv.transfer import TierLink, TierReport
 from .ports import Clock, Tokenizer
 from .prompt.conversation import ROLES
@@ -41,6 +52,7 @@ from .types import (
     Conversation,
     FinishReason,
     GenerationRequest,
+    Message,
     SamplingParams,
     Session,
     TokenArray,
@@ -53,6 +65,7 @@ MAX_CHOICES = 64
 MAX_STOPS = 16
 MAX_TOP_LOGPROBS = 20
 MIN_TTL_S = 1.0
+_PIN_TRIES = 3
 
 
 # ---------------------------------------------------------------- assembly
@@ -172,6 +185,7 @@ class Runtime:
         clock: Clock,
         tier_link: TierLink | None = None,
         sessions: Sessions | None = None,
+        keeper: Keeper | None = None,
     ) -> None:
         """``tier_link``: the engine's own, to report on; closed with the engine."""
         self.model_name = model_name
@@ -183,6 +197,7 @@ class Runtime:
         self.on_close: list[Callable[[], None]] = []
         self._batcher = batcher
         self._manager = manager
+        self._keeper = keeper or Keeper(manager, None, manager.block_size * info.kv_bytes_per_token)
         self._sessions = sessions
         self._eos_token_ids = eos_token_ids
         self._tier_link = tier_link
@@ -228,6 +243,67 @@ class Runtime:
         if self._sessions is None:
             return False
         return self._sessions.say(self.assembler.namespace.with_salt(salt), session)
+
+    @property
+    def weights_digest(self) -> str:
+        """Of the model that is served."""
+        return self.assembler.namespace.weights
+
+    # ------------------------------------------------------------ operators
+
+    def pin(self, request: GenerationRequest, ttl_s: float = inf) -> Pin:
+        """Keep the beginning of whatever begins with this request's prompt; what is not there is computed.
+
+        Waits for that, like any request. Of a conversation, without what the template writes for the answer.
+
+        Raises:
+            ClientError: what is wrong with the request; ``PinRefusedError``: more than may be pinned.
+            EngineError: it could not be computed.
+        """
+        params = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
+        prepared = self.prepare(replace(request, params=params, num_choices=1, is_warming=True))
+        tokens, size = self._shared_beginning(request, prepared), self._manager.block_size
+        if len(tokens) < size:
+            raise ParameterError(
+                f"{len(tokens)} tokens are less than a block of {size}, and only whole blocks are pinned",
+                param="prompt",
+            )
+        terms = terms_of(prepared)
+        for _ in range(_PIN_TRIES):
+            for chunk in self.iterate(prepared):
+                if chunk.error is not None:
+                    raise chunk.error
+            pin = self._manager.pin(prepared.namespace, tokens, ttl_s=ttl_s, terms=terms)
+            if pin is not None and pin.num_tokens == len(tokens) // size * size:
+                return pin
+        raise EngineError("the prompt was evicted as soon as it was computed: there is no room to pin it")
+
+    def _shared_beginning(self, request: GenerationRequest, prepared: Prepared) -> TokenArray:
+        """The tokens that a conversation has in common with the same one going on."""
+        conversation = prepared.request.prompt
+        if not isinstance(conversation, Conversation):
+            return prepared.tokens
+        messages = (*conversation.messages, Message("user", "."))
+        longer = replace(prepared.request, prompt=replace(conversation, messages=messages))
+        try:
+            other = self.assembler.assemble(longer, self.info.max_model_len).tokens
+        except ClientError:  # nothing can follow there: then it is what it is
+            return prepared.tokens
+        length = min(len(other), len(prepared.tokens))
+        parts = np.flatnonzero(other[:length] != prepared.tokens[:length])
+        return prepared.tokens[: int(parts[0]) if len(parts) else length]
+
+    def unpin(self, pin_id: str) -> bool:
+        """Let go of a pin; false when there is none of this name."""
+        return self._manager.unpin(pin_id)
+
+    def purge(self, selection: Selection) -> PurgeReport:
+        """Drop what is selected, here and in the shared tier: :meth:`~ostinato.kv.keeper.Keeper.purge`."""
+        return self._keeper.purge(selection)
+
+    def cache_summary(self) -> CacheSummary:
+        """What is kept now, and for whom."""
+        return self._keeper.summary()
 
     def observe(self, event: Event) -> None:
         """Pass an event on to every observer. One that raises is logged: requests do not depend on it."""
@@ -336,7 +412,7 @@ class Runtime:
                     num_choices=request.num_choices,
                     offers_tools=isinstance(request.prompt, Conversation) and bool(request.prompt.tools),
                     session=request.session,
-                    terms=terms_of(request),
+                    terms=terms_of(prepared),
                 )
             )
         handle = RequestHandle(self._batcher, sequences)
@@ -435,11 +511,10 @@ class Runtime:
 # ---------------------------------------------------------------- parameters
 
 
-def terms_of(request: GenerationRequest) -> Terms:
+def terms_of(prepared: Prepared) -> Terms:
     """For how long and under which name what is kept of a request is kept."""
-    ttl_s = inf if request.cache_ttl_s is None else float(request.cache_ttl_s)
-    name = "" if request.named_prompt is None else request.named_prompt.name
-    return Terms(ttl_s, prompt_id(name))
+    ttl_s = prepared.request.cache_ttl_s
+    return Terms(inf if ttl_s is None else float(ttl_s), prompt_id(prepared.assembled.prompt_name))
 
 
 def check_params(params: SamplingParams, vocab_size: int) -> None:

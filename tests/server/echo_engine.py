@@ -118,6 +118,7 @@ class EchoHealth:
     num_held_blocks: int = 0
     num_evictable_blocks: int = 25
     num_free_blocks: int = 75
+    num_pinned_blocks: int = 0
     tier: TierReport | None = None
 
 

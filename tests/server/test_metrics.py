@@ -62,7 +62,7 @@ def test_events_become_series() -> None:
     assert found["prefix_cache_queries_total"] == 110
     assert found["prefix_cache_hits_total"] == 60
     assert found["prefix_cache_stored_tokens_total"] == 40
-    assert found["prefix_cache_evicted_blocks_total"] == 2
+    assert found["prefix_cache_evicted_blocks_total{reason=capacity}"] == 2
     assert found["num_preemptions_total"] == 1
     assert found["prompt_tokens_total"] == 120
     assert found["approximate_prompt_tokens_total"] == 48

@@ -266,6 +266,19 @@ class KVManager:
         self._emit_evicted(num_freed, num_tokens, "purged")
         return Purged(num_tokens, num_freed, num_held, num_pins)
 
+    def hear_news(self, announce: Callable[[], None] | None = None) -> Purged:
+        """Does here what was purged elsewhere, and after ``announce`` what that told of; returns the sum.
+
+        One at a time: nobody may look before it is done.
+        """
+        total = Purged()
+        with self._news_lock:
+            if announce is not None:
+                announce()
+            for selection in self.news() if self.news is not None else ():
+                total += self.purge(selection)
+        return total
+
     def _is_of(self, lease: Lease, selection: Selection, lost: set[int]) -> bool:
         """Whether what a lease goes on to write is purged, too: it is of the selection, or continues it."""
         if not selection.takes_space(lease.namespace.tenant, model_id(lease.namespace.weights)):
@@ -457,11 +470,8 @@ class KVManager:
             self._emit(BlocksEvicted(num_tokens, num_blocks, reason))
 
     def _hear_news(self) -> None:
-        """Does here what others have purged. One at a time: nobody may look before it is done."""
         if self.news is not None:
-            with self._news_lock:
-                for selection in self.news():
-                    self.purge(selection)
+            self.hear_news()
 
     def _now_s(self) -> float:
         return 0.0 if self._clock is None else self._clock.monotonic()

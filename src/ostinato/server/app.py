@@ -23,6 +23,7 @@ from starlette.routing import Route
 
 from ..errors import PromptTooLongError, UnknownModelError
 from ..observe import HttpMetrics, LoadGauges, PrometheusObserver, exposition, new_registry
+from .admin import AdminDoor, Kept
 from .answering import Answer
 from .backend import Backend
 from .body import read_body
@@ -39,8 +40,10 @@ from .wire import Frame, Json, TokenText, Work
 _NUM_PREPARE_THREADS: Final = 2
 
 
-def create_app(backend: Backend, settings: ServerSettings) -> Starlette:
+def create_app(backend: Backend, settings: ServerSettings, kept: Kept | None = None) -> Starlette:
     """The server's ASGI application. Its observer is added to ``backend.observers``.
+
+    ``kept``: what the holder of the admin key may look after; without a key nobody can.
 
     Whoever runs it must run its lifespan; :func:`ostinato.server.serve` does, and adds the defences that a
     bare ASGI server lacks (slow heads, malformed HTTP, connection limits).
@@ -50,11 +53,13 @@ def create_app(backend: Backend, settings: ServerSettings) -> Starlette:
     backend.observers.append(PrometheusObserver(registry))
     doors = _Doors(backend, settings, registry)
     metrics = HttpMetrics(registry)
-    middleware = [Middleware(Border, api_keys=settings.api_keys, metrics=metrics)]
+    admin = AdminDoor(kept, settings) if kept is not None and settings.admin_key else None
+    admin_key = settings.admin_key if admin is not None else None
+    middleware = [Middleware(Border, api_keys=settings.api_keys, admin_key=admin_key, metrics=metrics)]
     if settings.cors_origins:
         middleware.insert(0, _cors(settings))
     app = Starlette(
-        routes=doors.routes(),
+        routes=[*doors.routes(), *(admin.routes() if admin is not None else ())],
         middleware=middleware,
         # Back to the border, which alone shapes errors; Starlette's own handler would write plain text.
         exception_handlers={HTTPException: _reraise},
@@ -145,6 +150,7 @@ class _Doors:
             "model": self._backend.model_name,
             "num_running": health.num_running,
             "num_waiting": health.num_waiting,
+            "num_pinned_blocks": health.num_pinned_blocks,
         }
         return _json(body, status=200 if health.ok else 503)
 

@@ -17,6 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ..errors import AuthenticationError, OstinatoError
 from ..observe import HttpMetrics
+from .admin import ADMIN_PREFIX, ADMIN_ROUTES
 from .answering import EVENT_STREAM, event
 from .failures import Failure, failure_of
 from .settings import ApiKey
@@ -31,7 +32,7 @@ _ROUTES: Final = frozenset({"/health", "/metrics", "/v1/chat/completions", "/v1/
 
 def route_of(path: str) -> str:
     """A label out of a fixed few: paths are the clients' to choose, the number of series is not."""
-    if path in _ROUTES:
+    if path in _ROUTES or path in ADMIN_ROUTES:
         return path
     return "/v1/models/{id}" if path.startswith(_MODEL_ROUTE) else "other"
 
@@ -99,9 +100,12 @@ class Border:
     The tenant is found at ``scope["state"]["tenant"]``, the request id at ``scope["state"]["request_id"]``.
     """
 
-    def __init__(self, app: ASGIApp, *, api_keys: tuple[ApiKey, ...], metrics: HttpMetrics) -> None:
+    def __init__(
+        self, app: ASGIApp, *, api_keys: tuple[ApiKey, ...], admin_key: str | None, metrics: HttpMetrics
+    ) -> None:
         self._app = app
         self._keyring = Keyring(api_keys)
+        self._admins = Keyring((ApiKey("admin", admin_key),)) if admin_key else None
         self._metrics = metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -117,7 +121,9 @@ class Border:
             state = scope.setdefault("state", {})
             state["request_id"] = request_id
             state["tenant"] = None
-            if scope["path"].startswith("/v1/"):
+            if self._admins is not None and scope["path"].startswith(ADMIN_PREFIX):
+                self._admins.tenant(headers)
+            elif scope["path"].startswith("/v1/"):
                 state["tenant"] = self._keyring.tenant(headers)
             await self._app(scope, receive, exchange.send)
         except ClientDisconnect:

@@ -157,6 +157,7 @@ class ChatRequest(SamplingFields):
             params=self.sampling(max_tokens=max_tokens, logprobs=logprobs),
             num_choices=self.num_choices,
             salt=namespace_salt(key_salt, self.cache_salt),
+            cache_ttl_s=self.cache_ttl,
             request_id=request_id,
             trim=trim_rules(self.trim),
             pinned=pinned_messages(self.trim),

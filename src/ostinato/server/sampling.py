@@ -9,6 +9,7 @@ from blake3 import blake3
 from pydantic import Field
 
 from ..errors import ParameterError, UnknownModelError
+from ..kv.terms import tenant_id, tenant_salt
 from ..types import SamplingParams
 from .fields import MAX_SHOWN_CHARS, MAX_TOKEN_ID, Stop, TokenId, Wire
 from .sessions import SessionGiven
@@ -50,6 +51,7 @@ class SamplingFields(Wire):
     stop_token_ids: Annotated[list[TokenId], Field(max_length=128)] | None = None
     ignore_eos: bool | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
+    cache_ttl: Annotated[float, Field(ge=1)] | None = None
 
     session: SessionGiven | None = None
 
@@ -121,13 +123,15 @@ def namespace_salt(key_salt: str, cache_salt: str | None) -> str:
     """One salt out of the tenant's and the request's; equal only where both are equal.
 
     The lengths are digested too: no tenant can choose a ``cache_salt`` that continues their own salt into
-    another's. With neither there is no salt, which is the namespace of the library and the terminal.
+    another's. With neither there is no salt, which is the namespace of the library and the terminal. All
+    salts of one key are of one tenant.
     """
     if not key_salt and not cache_salt:
         return ""
     parts = [part.encode() for part in (key_salt, cache_salt or "")]
     framed = b"".join(len(part).to_bytes(8, "little") + part for part in parts)
-    return f"b3:{blake3(framed, derive_key_context='ostinato server salt v1').hexdigest()}"
+    salt = f"b3:{blake3(framed, derive_key_context='ostinato server salt v1').hexdigest()}"
+    return tenant_salt(tenant_id(key_salt), salt) if key_salt else salt
 
 
 def _or(value: float | None, default: float) -> float:

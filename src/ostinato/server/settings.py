@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any
 
-from blake3 import blake3
-
-_SALT_CONTEXT: Final = "ostinato server key salt v1"
+from ..tenants import Tenant, tenants_of_keys
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +31,7 @@ class ServerSettings:
     ``heartbeat_s`` is the longest silence in a stream: then a comment is sent, so that proxies do not hang
     up during a long prefill. ``drain_timeout_s`` is how long running requests may go on after SIGTERM.
     ``max_choices`` bounds one request's answers: ``n`` times its prompts. ``cors_origins`` empty: browsers
-    of other origins are not served.
+    of other origins are not served. With ``admin_key`` its holder may look after the cache.
     """
 
     host: str = "127.0.0.1"
@@ -49,17 +48,16 @@ class ServerSettings:
     heartbeat_s: float = 15.0
     drain_timeout_s: float = 30.0
     cors_origins: tuple[str, ...] = ()
+    admin_key: str | None = field(default=None, repr=False)
 
 
-def server_settings(*, api_keys: str = "", **others: Any) -> ServerSettings:
-    """Settings from an operator's comma-separated keys, each of which gets a salt of its own.
+def server_settings(
+    *, api_keys: str = "", tenants: Iterable[Tenant] | None = None, **others: Any
+) -> ServerSettings:
+    """Settings from an operator's comma-separated keys, or from ``tenants`` where those are known already.
 
-    The salt is derived from the key: a holder's cache survives a change of the list, and never meets
-    another's. ``others`` are fields of :class:`ServerSettings`.
+    Tenants without a key cannot come in here. ``others`` are fields of :class:`ServerSettings`.
     """
-    keys = [key.strip() for key in api_keys.split(",") if key.strip()]
-    tenants = tuple(
-        ApiKey(f"key-{index}", key, blake3(key.encode(), derive_key_context=_SALT_CONTEXT).hexdigest())
-        for index, key in enumerate(keys, start=1)
-    )
-    return ServerSettings(api_keys=tenants, **others)
+    known = tenants_of_keys(api_keys) if tenants is None else tenants
+    keys = tuple(ApiKey(tenant.name, tenant.key, tenant.salt) for tenant in known if tenant.key is not None)
+    return ServerSettings(api_keys=keys, **others)

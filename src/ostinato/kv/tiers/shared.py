@@ -782,16 +782,23 @@ class SharedTier:
         return TierUse(self.num_slots, self.slot_bytes, num_blocks, (info["last_pgno"] + 1) * page_bytes)
 
     def contents(self) -> list[Content]:
-        """What is in the store, by whose it is; largest first. Reads the whole index."""
+        """What is in the store, by whose it is; largest first. Reads the whole index.
+
+        Raises:
+            TierError: it cannot be read.
+        """
         found: dict[tuple[str, str, str], list[int]] = {}
-        with self._reading() as txn:
-            purges, now_ms = self._open_purges(txn), self._now_ms()
-            for name, data in _items(txn.cursor(db=self._blocks)):
-                record = decode(name, data, self.num_slots)
-                if record is not None and record.state == READY and not _is_over(record, purges, now_ms):
-                    names = (record.tenant, record.model, record.prompt)
-                    tenant, model, prompt = map(id_from_bytes, names)
-                    found.setdefault((tenant, model, prompt), []).append(record.stored_ms)
+        try:
+            with self._reading() as txn:
+                purges, now_ms = self._open_purges(txn), self._now_ms()
+                for name, data in _items(txn.cursor(db=self._blocks)):
+                    record = decode(name, data, self.num_slots)
+                    if record is not None and record.state == READY and not _is_over(record, purges, now_ms):
+                        names = (record.tenant, record.model, record.prompt)
+                        tenant, model, prompt = map(id_from_bytes, names)
+                        found.setdefault((tenant, model, prompt), []).append(record.stored_ms)
+        except lmdb.Error as error:
+            raise TierError(f"the KV tier in {self._folder.path} cannot be read: {error}") from error
         ordered = sorted(found.items(), key=lambda item: -len(item[1]))
         return [Content(*ids, len(times), min(times), max(times)) for ids, times in ordered]
 

@@ -1,0 +1,233 @@
+"""The operator's door: what is kept and for whom, purge, pin, unpin. Only with the admin key."""
+
+from __future__ import annotations
+
+import asyncio
+from math import inf, isfinite
+from typing import Annotated, Any, Final, Protocol
+
+import orjson
+from pydantic import Field
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from ..errors import NotPinnedError, ParameterError
+from ..kv.keeper import CacheSummary, PurgeReport
+from ..kv.pins import Pin
+from ..kv.terms import Selection, is_id, model_id, prompt_id, tenant_id, tenant_of
+from ..types import GenerationRequest
+from .body import read_body
+from .chat import ChatRequest
+from .completions import CompletionRequest
+from .fields import MAX_SHOWN_CHARS, Wire, decode, validate
+from .sampling import namespace_salt
+from .settings import ApiKey, ServerSettings
+
+ADMIN_PREFIX: Final = "/v1/ostinato/"
+ADMIN_ROUTES: Final = frozenset(
+    ADMIN_PREFIX + name for name in ("cache", "cache/purge", "cache/pin", "cache/unpin")
+)
+
+Name = Annotated[str, Field(min_length=1, max_length=1024)]
+Seconds = Annotated[float, Field(ge=0)]
+
+
+class Kept(Protocol):
+    """What this door needs of a runtime, besides what every backend has."""
+
+    @property
+    def model_name(self) -> str: ...
+
+    @property
+    def weights_digest(self) -> str: ...
+
+    def purge(self, selection: Selection, /) -> PurgeReport: ...
+
+    def cache_summary(self) -> CacheSummary: ...
+
+    def pin(self, request: GenerationRequest, ttl_s: float, /) -> Pin: ...
+
+    def unpin(self, pin_id: str, /) -> bool: ...
+
+
+class PurgeRequest(Wire):
+    """Everything that meets all conditions; ``all`` where there is none."""
+
+    all: bool | None = None
+    tenant: Name | None = None
+    cache_salt: Name | None = None
+    model: Name | None = None
+    prompt_name: Name | None = None
+    older_than_s: Seconds | None = None
+
+
+class PinRequest(Wire):
+    """A conversation's beginning or a raw prompt, of one tenant."""
+
+    messages: list[dict[str, Any]] | None = None
+    tools: list[dict[str, Any]] | None = None
+    prompt: str | None = None
+    tenant: Name | None = None
+    cache_salt: Name | None = None
+    ttl_s: Annotated[float, Field(ge=1)] | None = None
+
+
+class UnpinRequest(Wire):
+    id: Annotated[str, Field(min_length=1, max_length=64)]
+
+
+class AdminDoor:
+    """The endpoints. Whether the caller may is checked at the border."""
+
+    def __init__(self, kept: Kept, settings: ServerSettings) -> None:
+        self._kept = kept
+        self._settings = settings
+        self._keys = {key.name: key for key in settings.api_keys}
+
+    def routes(self) -> list[Route]:
+        return [
+            Route("/v1/ostinato/cache", self.show),
+            Route("/v1/ostinato/cache/purge", self.purge, methods=["POST"]),
+            Route("/v1/ostinato/cache/pin", self.pin, methods=["POST"]),
+            Route("/v1/ostinato/cache/unpin", self.unpin, methods=["POST"]),
+        ]
+
+    async def show(self, _request: Request) -> Response:
+        summary = await asyncio.to_thread(self._kept.cache_summary)
+        names = {tenant_id(key.salt): key.name for key in self._settings.api_keys}
+        return _json(summary_object(summary, names))
+
+    async def purge(self, request: Request) -> Response:
+        fields = validate(PurgeRequest, await self._body(request))
+        report = await asyncio.to_thread(self._kept.purge, self._selection(fields))
+        return _json(purge_object(report))
+
+    async def pin(self, request: Request) -> Response:
+        fields = validate(PinRequest, await self._body(request))
+        ttl_s = inf if fields.ttl_s is None else fields.ttl_s
+        pin = await asyncio.to_thread(self._kept.pin, self._pinned(fields), ttl_s)
+        return _json(pin_object(pin))
+
+    async def unpin(self, request: Request) -> Response:
+        fields = validate(UnpinRequest, await self._body(request))
+        if not await asyncio.to_thread(self._kept.unpin, fields.id):
+            raise NotPinnedError(f"There is no pin '{fields.id[:MAX_SHOWN_CHARS]}' (any more).")
+        return _json({"id": fields.id, "unpinned": True})
+
+    async def _body(self, request: Request) -> dict[str, Any]:
+        return decode(await read_body(request.headers, request.receive, self._settings))
+
+    def _selection(self, fields: PurgeRequest) -> Selection:
+        given = fields.model_dump(exclude_none=True)
+        if bool(given.pop("all", False)) == bool(given):
+            raise ParameterError("Say what to purge, or that it is all: {'all': true}.", param="all")
+        if fields.tenant is not None and fields.cache_salt is not None:
+            raise ParameterError("Give 'tenant' or 'cache_salt', not both.", param="cache_salt")
+        tenant = model = prompt = None
+        if fields.tenant is not None:
+            tenant = fields.tenant if is_id(fields.tenant) else tenant_id(self._key(fields.tenant).salt)
+        elif fields.cache_salt is not None:
+            tenant = tenant_of(namespace_salt("", fields.cache_salt))
+        if fields.model is not None:
+            own = model_id(self._kept.weights_digest)
+            model = own if fields.model == self._kept.model_name else fields.model
+            if not is_id(model):
+                raise ParameterError("'model' is this server's model, or an id.", param="model")
+        if fields.prompt_name is not None:
+            prompt = fields.prompt_name if is_id(fields.prompt_name) else prompt_id(fields.prompt_name)
+        return Selection(tenant, model, prompt, fields.older_than_s or 0.0)
+
+    def _pinned(self, fields: PinRequest) -> GenerationRequest:
+        """What is pinned as a request for it, by the rules that requests are checked by."""
+        key_salt = "" if fields.tenant is None else self._key(fields.tenant).salt
+        common = {"model": self._kept.model_name, "cache_salt": fields.cache_salt}
+        if (fields.messages is None) == (fields.prompt is None):
+            raise ParameterError("Give 'messages' or 'prompt'.", param="messages")
+        if fields.messages is not None:
+            tools = {} if fields.tools is None else {"tools": fields.tools}
+            chat = validate(ChatRequest, common | {"messages": fields.messages} | tools)
+            return chat.generation(request_id="", key_salt=key_salt)
+        completion = validate(CompletionRequest, common | {"prompt": fields.prompt})
+        return completion.generations(request_id="", key_salt=key_salt)[0]
+
+    def _key(self, name: str) -> ApiKey:
+        key = self._keys.get(name)
+        if key is None:
+            shown = name[:MAX_SHOWN_CHARS]
+            raise ParameterError(
+                f"There is no tenant '{shown}': give the name of an API key.", param="tenant"
+            )
+        return key
+
+
+def purge_object(report: PurgeReport) -> dict[str, Any]:
+    arena = report.arena
+    return {
+        "arena": {
+            "tokens": arena.num_tokens,
+            "freed_blocks": arena.num_freed_blocks,
+            "held_blocks": arena.num_held_blocks,
+            "pins": arena.num_pins,
+        },
+        "shared_tier": {"blocks": report.num_tier_blocks},
+        "freed_bytes": report.freed_bytes,
+    }
+
+
+def pin_object(pin: Pin) -> dict[str, Any]:
+    expires_in_s = round(pin.expires_in_s, 3) if isfinite(pin.expires_in_s) else None
+    return {
+        "id": pin.id,
+        "tenant": pin.tenant,
+        "tokens": pin.num_tokens,
+        "blocks": pin.num_blocks,
+        "expires_in_s": expires_in_s,
+    }
+
+
+def summary_object(summary: CacheSummary, names: dict[str, str]) -> dict[str, Any]:
+    """``names`` of tenants by their ids, of those that have one."""
+    size = summary.block_bytes
+    shared = None
+    if summary.tier is not None:
+        shared = [
+            {
+                "tenant": content.tenant,
+                "name": names.get(content.tenant),
+                "model": content.model,
+                "prompt": content.prompt,
+                "blocks": content.num_blocks,
+                "bytes": content.num_blocks * size,
+                "first_stored_ms": content.first_stored_ms,
+                "last_stored_ms": content.last_stored_ms,
+            }
+            for content in summary.tier
+        ]
+    return {
+        "block_bytes": size,
+        "arena": {
+            "blocks": summary.num_blocks,
+            "held": summary.num_held_blocks,
+            "evictable": summary.num_evictable_blocks,
+            "free": summary.num_free_blocks,
+            "pinned": summary.num_pinned_blocks,
+            "may_be_pinned": summary.max_pinned_blocks,
+        },
+        "tenants": [
+            {
+                "tenant": use.tenant,
+                "name": names.get(use.tenant),
+                "blocks": use.num_blocks,
+                "bytes": use.num_blocks * size,
+                "quota_bytes": None if use.max_blocks is None else use.max_blocks * size,
+            }
+            for use in summary.tenants
+        ],
+        "pins": [pin_object(pin) for pin in summary.pins],
+        "shared_tier": shared,
+    }
+
+
+def _json(content: Any) -> Response:
+    return Response(orjson.dumps(content), media_type="application/json")
