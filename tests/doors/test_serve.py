@@ -214,3 +214,32 @@ def test_sigterm_lets_running_requests_finish(folder: Path) -> None:
         reasons = [event.choices[0].finish_reason for event in events]
     assert reasons[-1] == "length"
     assert stop(running) == 0
+
+
+def test_what_an_operator_sets_for_all_prompts(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "prompts.toml").write_text('[ask]\ntext = "Of {{topic}}, in one word?"\n')
+    (tmp_path / "rules.toml").write_text('[roles.note]\nas_role = "system"\npattern = "Note: {content}"\n')
+    (tmp_path / "canonical.toml").write_text("line_ends = true\n")
+    files = [
+        part
+        for name in ("prompts", "rules", "canonical")
+        for part in (f"--{name}", tmp_path / f"{name}.toml")
+    ]
+    files[2] = "--message-rules"
+    running = start(folder, *map(str, files), "--trim", "sticky", "--trim-budget", "400")
+    try:
+        long = [{"role": "user", "content": f"{n}\r\n" + "why " * 40} for n in range(4)]
+        reply = running.ask([{"role": "note", "content": "It rains."}, *long])
+        assert reply.ostinato["trim"]["dropped_messages"] >= 2
+        assert {item["rule"] for item in reply.ostinato["canonical"]} == {"line_ends"}
+        assert reply.usage.prompt_tokens <= 400
+        named = running.ask([], extra_body={"prompt": {"name": "ask", "variables": {"topic": "organs"}}})
+        assert named.ostinato["prompt"] == "ask"
+    finally:
+        assert stop(running) == 0
+    refused = subprocess.run(
+        [sys.executable, "-m", "ostinato", "serve", str(folder), "--prompts", str(tmp_path / "rules.toml")],
+        capture_output=True, text=True, check=False, timeout=60,
+    )  # fmt: skip
+    assert refused.returncode == 2
+    assert "rules.toml: [roles] must have text or messages" in refused.stderr

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from copy import copy
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 
 from ostinato.errors import ParameterError, PromptTooLongError
 from ostinato.prompt.conversation import validate
+from ostinato.prompt.rules import CustomRole, MessageRules, RuledTemplate
 from ostinato.prompt.template import named_template
 from ostinato.prompt.tokens import HFTokenizer
 from ostinato.prompt.trimming import EarlierCuts, Trimmed, Trimmer
@@ -277,3 +279,28 @@ def test_wrong_rules_are_refused(given: dict[str, object]) -> None:
     with pytest.raises(ParameterError) as caught:
         TrimRules(**{"budget_tokens": 10, **given})  # type: ignore[arg-type]
     assert caught.value.param in given
+
+
+def test_roles_of_ones_own_count_as_what_they_are_written_as(tokenizers: Tokenizers) -> None:
+    roles = (CustomRole("note", "system", "Note: {content}"), CustomRole("guest", "user"))
+    ruled = RuledTemplate(TEMPLATE, MessageRules(roles=roles))
+    named = {"system": "note", "user": "guest"}
+    tokenizer = tokenizers("chatml")
+    for prompt in history(12, tools=True):
+        renamed = tuple(
+            replace(message, role=named.get(message.role, message.role)) for message in prompt.messages
+        )
+        plain = tuple(
+            replace(message, content=f"Note: {message.content}") if message.role == "system" else message
+            for message in prompt.messages
+        )
+        for strategy in ("drop", "shorten", "sticky"):
+            rules = TrimRules(900, strategy)  # type: ignore[arg-type]
+            found = Trimmer(ruled, tokenizer, rules).trim(Conversation(renamed))
+            expected = Trimmer(TEMPLATE, tokenizer, rules).trim(Conversation(plain))
+            assert (found.kept, found.shortened, found.num_tokens) == (
+                expected.kept,
+                expected.shortened,
+                expected.num_tokens,
+            )
+    assert found.dropped

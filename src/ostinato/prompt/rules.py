@@ -194,14 +194,20 @@ class _RuledState:
     inner: object
 
 
+def written_as(template: Template) -> dict[str, str]:
+    """The roles of the user's own that ``template`` knows, and the known role each is written as."""
+    return dict(template.written_as) if isinstance(template, RuledTemplate) else {}
+
+
 class RuledTemplate:
-    """A template with rules before it."""
+    """A template with rules before it. ``written_as`` says which known role each of the user's own is."""
 
     def __init__(self, template: Template, rules: MessageRules) -> None:
         self._template = template
         self._rules = rules
         self.name = template.name
         self.roles = (*template.roles, *(role.name for role in rules.roles))
+        self.written_as = {role.name: role.as_role for role in rules.roles}
         self.identity = identity_of("rules", 1, asdict(rules), template.identity)
 
     def render(

@@ -3,7 +3,8 @@
 A *turn* is a message of the user and all that follows it up to the next one. Turns are dropped whole, oldest
 first; where a tool's result answers a call of an earlier turn, the turns from the call to the result are
 one. System messages stay, wherever they stand. So do pinned messages, with their turn: half a turn helps no
-model, and many templates refuse it. Counts are exact: each is a prompt rendered and tokenized.
+model, and many templates refuse it. A role of the user's own counts as what it is written as. Counts are
+exact: each is a prompt rendered and tokenized.
 
 What a trimmed prompt costs the cache depends on how it moves from turn to turn:
 
@@ -25,7 +26,7 @@ from __future__ import annotations
 import threading
 from bisect import bisect_left
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -34,6 +35,7 @@ from ..ports import Tokenizer
 from ..types import Conversation, Message, TrimRules
 from .base import Template
 from .conversation import validate
+from .rules import written_as
 
 _MESSAGE_CHARS = 300
 """What a remembered message takes besides its content."""
@@ -124,7 +126,14 @@ class Trimmer:
         def count(part: Conversation, is_whole: bool) -> int:
             return self.count(part, scope=scope, continue_final_message=is_whole and continue_final_message)
 
-        task = _Task(conversation, frozenset(pinned), self._rules, self._budget_tokens, count)
+        task = _Task(
+            conversation,
+            frozenset(pinned),
+            self._rules,
+            self._budget_tokens,
+            count,
+            written_as=written_as(self._template),
+        )
         return task.run(since)
 
 
@@ -192,10 +201,17 @@ class _Task:
         rules: TrimRules,
         budget_tokens: int,
         count: Callable[[Conversation, bool], int],
+        *,
+        written_as: Mapping[str, str],
     ) -> None:
         self._given = conversation
+        # What decides which messages belong together, and which stay.
+        self._shape = tuple(
+            replace(message, role=written_as[message.role]) if message.role in written_as else message
+            for message in conversation.messages
+        )
         # System text stays by itself, without the turn it stands in.
-        self._pinned = frozenset(i for i in pinned if not _is_system(conversation.messages[i]))
+        self._pinned = frozenset(i for i in pinned if not _is_system(self._shape[i]))
         self._strategy = rules.strategy
         self._budget_tokens = budget_tokens
         self._count = count
@@ -244,7 +260,7 @@ class _Task:
 
     def _walk(self, since: Trimmed | None) -> tuple[int, int]:
         """Cut and shortened results after all the prompts there have been, the newest included."""
-        ends = _prompt_ends(self._given.messages)
+        ends = _prompt_ends(self._shape)
         cut, num_short, first = 0, 0, 0
         if since is not None and self._continues(since):
             cut, num_short = since.cut, since.num_short
@@ -272,7 +288,7 @@ class _Task:
 
     def _cut_further(self, cut: int, end: int, num_short: int, target_tokens: int) -> int:
         """The first cut behind ``cut`` that leaves ``target_tokens`` or fewer; the last there is, if none."""
-        cuts = [start for start in _turn_starts(self._given.messages[:end]) if start > cut] or [cut]
+        cuts = [start for start in _turn_starts(self._shape[:end]) if start > cut] or [cut]
         at = bisect_left(
             cuts, True, key=lambda start: self._num_tokens(start, end, num_short) <= target_tokens
         )
@@ -280,7 +296,7 @@ class _Task:
 
     def _first_fresh(self, end: int) -> int:
         """Tool results before here have been answered to."""
-        messages = self._given.messages[:end]
+        messages = self._shape[:end]
         return max(
             (index for index, message in enumerate(messages) if message.role == "assistant"), default=0
         )
@@ -290,14 +306,14 @@ class _Task:
         return (
             since.given.tools == self._given.tools
             and messages[: len(before)] == before
-            and len(before) in _prompt_ends(messages)
+            and len(before) in _prompt_ends(self._shape)
         )
 
     # ------------------------------------------------------------ what is left
 
     def _indices(self, cut: int, end: int) -> list[int]:
         """The messages before ``end`` that a cut leaves."""
-        messages = self._given.messages
+        messages = self._shape
         starts = [*_turn_starts(messages[:end]), end]
         # A result that came late may have joined the turns on both sides of an earlier cut.
         cut = max(start for start in starts if start <= cut)
