@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 MAKEFLAGS += --no-print-directory
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: help setup run demo test check format docs bench bench-assembly bench-prefix bench-serve bench-policies bench-tiers lock clean
+.PHONY: help setup run demo test check format docs bench bench-assembly bench-prefix bench-serve bench-policies bench-tiers bench-codecs lock clean
 
 help:  ## Show this
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  %-14s %s\n", $$1, $$2}'
@@ -44,13 +44,16 @@ format: setup  ## Format and mend what can be mended
 docs: setup  ## Build the documentation into site/
 	$(BIN)/mkdocs build --strict --quiet
 
-bench: bench-prefix bench-serve bench-tiers bench-policies  ## Run all benchmarks; results go to benchmarks/results
+bench: bench-prefix bench-serve bench-tiers bench-codecs bench-policies  ## Run all benchmarks; results go to benchmarks/results
 
 bench-prefix: setup  ## Prefix reuse against plain transformers
 	$(BIN)/python benchmarks/prefix.py
 
 bench-tiers: setup  ## The shared tier: bandwidth, restart, what it costs
 	$(BIN)/python benchmarks/tiers.py
+
+bench-codecs: setup  ## KV in fewer bits: size, speed, and what it does to answers
+	$(BIN)/python benchmarks/codecs.py
 
 bench-policies: setup  ## Eviction policies on recorded traces, against the optimum
 	$(BIN)/python benchmarks/policies.py
