@@ -249,7 +249,12 @@ class TierLink:
         if chain.num_below is None:
             self._extend(chain, namespace, tokens)
             chain.num_below = self.tier.lookup(chain.keys).num_hits
-        return min(chain.num_below * self._block_size, len(tokens) - 1)
+        return min(self._num_readable(chain.num_below, tokens) * self._block_size, len(tokens) - 1)
+
+    def _num_readable(self, num_found: int, tokens: TokenArray) -> int:
+        """Of the blocks that are there, those that end before the codec's window of last tokens."""
+        window = self._codec.window_tokens
+        return min(num_found, max(0, len(tokens) - window) // self._block_size) if window else num_found
 
     def begin(
         self, lease: Lease, tokens: TokenArray, chain: Chain, on_done: Callable[[], None]
@@ -267,8 +272,7 @@ class TierLink:
             return None
         self._extend(chain, lease.namespace, tokens)
         found = chain.num_below = self.tier.lookup(chain.keys).num_hits
-        if self._codec.window_tokens:
-            found = min(found, max(0, len(tokens) - self._codec.window_tokens) // size)
+        found = self._num_readable(found, tokens)
         num_hit = min(found * size, usable)
         self.counters.looked_up_tokens += usable - lease.prefix_len
         self.counters.hit_tokens += max(0, num_hit - lease.prefix_len)
