@@ -21,26 +21,15 @@ from typing import Any, Literal, TypeAlias
 
 from ..errors import ParameterError
 from ..types import Change, Conversation, Message, ToolCall
+from .protected import protected_spans
 
 UnicodeForm: TypeAlias = Literal["NFC", "NFKC"]
 
 _MAX_PASSES = 50
 
-# Lines may end in any of three ways, so a line begins where no other character than these stands before.
-_PROTECTED = re.compile(
-    r"""
-    (?<![^\r\n])[ \t]*(?P<fence>```+|~~~+)[^\r\n]*(?:(?:\r\n?|\n)(?![ \t]*(?P=fence))[^\r\n]*)*
-        (?:(?:\r\n?|\n)[ \t]*(?P=fence)[`~]*[ \t]*(?![^\r\n]))?     # fenced code, to its end or the text's
-    | (?<![^\r\n])(?:[ ]{4}|[ ]{0,3}\t)[ \t]*[^\s][^\r\n]*              # indented code
-    | (?<![^\r\n])[ \t]+(?=[^\s])                                       # indentation
-    | (?P<ticks>`+)(?!`)[^\r\n]*?[^`\r\n](?P=ticks)(?!`)                # code in a line
-    | "[^"\r\n]*" | “[^”\r\n]*” | „[^“”\r\n]*[“”] | «[^»\r\n]*» | (?<!\w)'[^'\r\n]*'(?!\w) | ‘[^’\r\n]*’(?!\w)
-    """,
-    re.VERBOSE,
-)
 _LINE_END = re.compile(r"\r\n?")
 _GAP = re.compile(r"(?<=[^\s])[ \t]{2,}(?=[^\s])|(?<=[^\s])\t(?=[^\s])")
-_LINE_TAIL = re.compile(r"[ \t]+(?=[\r\n])")
+_LINE_TAIL = re.compile(r"(?<![ \t])[ \t]+(?=[\r\n])")
 _BLANK_LINES = re.compile(r"(\r\n|\r(?!\n)|\n)(?:\r\n|\r(?!\n)|\n){2,}")
 # Names with two underscores on either side are Python's, not emphasis.
 _STRONG = re.compile(r"(?<![\w*\\])__(?![\s_])(?!\w+__)([^_*\r\n]*[^\s_*])__(?![\w*])")
@@ -236,12 +225,16 @@ def _canonical_text(text: str, steps: Sequence[_Step]) -> tuple[str, list[str]]:
     """The text, and the names of the rules that changed it."""
     used: dict[str, None] = {}
     max_chars = 2 * len(text) + 1_000_000
+    spans = list(_spans(text))
     for _ in range(_MAX_PASSES):
         before = text
         for name, change in steps:
-            changed = _outside_code(text, change)
-            if changed != text:
-                used[name], text = None, changed
+            changed = _outside_code(spans, change)
+            if changed == text:
+                continue
+            changed_spans = list(_spans(changed))
+            if _protected(changed_spans) == _protected(spans):
+                used[name], text, spans = None, changed, changed_spans
         if text == before:
             return text, list(used)
         if len(text) > max_chars:
@@ -253,28 +246,29 @@ def _canonical_text(text: str, steps: Sequence[_Step]) -> tuple[str, list[str]]:
     )
 
 
-def _outside_code(text: str, change: Callable[[str, bool], str]) -> str:
-    spans = list(_spans(text))
+_Span: TypeAlias = tuple[str, bool]
+
+
+def _outside_code(spans: Sequence[_Span], change: Callable[[str, bool], str]) -> str:
     last = len(spans) - 1
-    parts = [
+    return "".join(
         span if is_protected else change(span, number == last)
         for number, (span, is_protected) in enumerate(spans)
-    ]
-    changed = "".join(parts)
-    if changed == text:
-        return text
-    kept = [span for span, is_protected in spans if is_protected]
-    return changed if [span for span, is_protected in _spans(changed) if is_protected] == kept else text
+    )
 
 
-def _spans(text: str) -> Iterator[tuple[str, bool]]:
+def _protected(spans: Sequence[_Span]) -> list[str]:
+    return [span for span, is_protected in spans if is_protected]
+
+
+def _spans(text: str) -> Iterator[_Span]:
     """The text in parts, and for each whether it must stay as it is."""
     end = 0
-    for match in _PROTECTED.finditer(text):
-        if match.start() > end:
-            yield text[end : match.start()], False
-        yield match[0], True
-        end = match.end()
+    for start, stop in protected_spans(text):
+        if start > end:
+            yield text[end:start], False
+        yield text[start:stop], True
+        end = stop
     if end < len(text):
         yield text[end:], False
 

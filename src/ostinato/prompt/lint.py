@@ -28,12 +28,13 @@ _DATE: Final = (
     rf"(?:\d{{4}}[-/.]\d{{1,2}}[-/.]\d{{1,2}}|\d{{1,2}}[-/.]\d{{1,2}}[-/.]\d{{2,4}}"
     rf"|{_MONTH} \d{{1,2}}(?:st|nd|rd|th)?,? \d{{4}}|\d{{1,2}}\.? {_MONTH},? \d{{4}})"
 )
+_LABELLED: Final = r"[A-Za-z]{2,16}[-_](?=[A-Za-z_-]{0,63}\d)[A-Za-z0-9_-]{6,64}"
 _EPOCH: Final = r"\b1[5-9]\d{8}(?:\d{3}){0,2}\b"
 # In the order in which they are tried; a number is only a finding when it is the same number.
 _KINDS: Final = (
     ("uuid", re.compile(r"\b[0-9a-f]{8}-(?:[0-9a-f]{4}-){3}[0-9a-f]{12}\b", re.IGNORECASE)),
     ("timestamp", re.compile(rf"{_DATE}(?:(?:[T,]? ?|T| at ){_CLOCK})?|\b{_CLOCK}|{_EPOCH}")),
-    ("id", re.compile(r"\b(?:[0-9a-f]{16,64}|[A-Za-z]{2,16}[-_](?=[A-Za-z_-]*\d)[A-Za-z0-9_-]{6,64})\b")),
+    ("id", re.compile(rf"\b(?:[0-9a-f]{{16,64}}|{_LABELLED})\b")),
     ("number format", re.compile(r"\d(?:[\d.,'’\u00a0\u202f ]*\d)?")),
 )  # fmt: skip
 _WORD = re.compile(r"\w+")

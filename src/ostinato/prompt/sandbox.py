@@ -263,7 +263,7 @@ def _joinable(separator: Any, parts: Any) -> list[Any]:
 
 
 # A width or precision of six digits, or one that is given as an argument.
-_WIDE = re.compile(r"%[^a-zA-Z%]*(\*|\d{6,})|\{[^{}]*:[^{}]*(\{|\d{6,})")
+_WIDE = re.compile(r"%[^a-zA-Z%]*(\*|\d{6,})|\{[^{}:]*:[^{}]*(\{|\d{6,})")
 
 
 def _check_arguments(name: str, subject: Any, given: tuple[Any, ...]) -> None:
