@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 MAKEFLAGS += --no-print-directory
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: help setup run demo test check format docs bench bench-assembly bench-prefix bench-serve bench-policies bench-tiers bench-codecs lock clean
+.PHONY: help setup run demo test check format docs bench bench-assembly bench-prefix bench-serve bench-policies bench-tiers bench-codecs soak lock clean
 
 help:  ## Show this
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  %-14s %s\n", $$1, $$2}'
@@ -54,6 +54,9 @@ bench-tiers: setup  ## The shared tier: bandwidth, restart, what it costs
 
 bench-codecs: setup  ## KV in fewer bits: size, speed, and what it does to answers
 	$(BIN)/python benchmarks/codecs.py
+
+soak: setup  ## Ten minutes of mixed traffic through an engine with a tier; is memory flat?
+	$(BIN)/python benchmarks/soak.py
 
 bench-policies: setup  ## Eviction policies on recorded traces, against the optimum
 	$(BIN)/python benchmarks/policies.py
