@@ -212,6 +212,13 @@ class EngineError(ServerError):
     code = "engine_error"
 
 
+class DeadlineError(ServerError):
+    """The time that the request had was over before its first token."""
+
+    status = 504
+    code = "deadline_exceeded"
+
+
 class ShuttingDownError(ServerError):
     status = 503
     code = "shutting_down"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -84,6 +85,8 @@ class Harness:
         tier_type: type[SharedTier] = SharedTier,
         codec: str = "exact",
         observer: Observer | None = None,
+        max_sequences: int = 8,
+        itl_target_s: float | None = 60.0,
     ) -> None:
         """``folder``: of a lower tier with ``slots`` blocks; ``buffers`` of them may be on their way.
 
@@ -116,7 +119,11 @@ class Harness:
             self.manager,
             SystemClock(),
             BatchingSettings(
-                max_batch_tokens=max_batch_tokens, max_sequences=8, max_waiting=max_waiting, growth_tokens=8
+                max_batch_tokens=max_batch_tokens,
+                max_sequences=max_sequences,
+                max_waiting=max_waiting,
+                growth_tokens=8,
+                itl_target_s=itl_target_s,
             ),
             observer=observer,
             tier_link=self.link,
@@ -131,6 +138,7 @@ class Harness:
         namespace: Namespace = NAMESPACE,
         stop_after: int | None = None,
         stop_tokens: frozenset[int] = frozenset(),
+        deadline_s: float = math.inf,
     ) -> tuple[Sequence, Collected]:
         sink = Collected(stop_after)
         sequence = Sequence(
@@ -140,6 +148,7 @@ class Harness:
             sink,
             max_new_tokens=max_new,
             stop_token_ids=stop_tokens,
+            deadline_s=deadline_s,
         )
         self.batcher.submit([sequence])
         return sequence, sink

@@ -197,7 +197,7 @@ def test_a_load_gives_way_to_a_running_sequence(filled: Path, flips: Flips) -> N
     """The arena is full: the load ends, its blocks go to the one that grows, and it begins again later."""
     own = build("llama", own=True)
     growing = tokens(8, 30)
-    with engine_over(filled, num_blocks=22) as (engine, tier):
+    with engine_over(filled, num_blocks=28) as (engine, tier):
         tier.gate.clear()
         _, running = engine.submit(growing, 50)
         assert running.first.wait(60)
@@ -221,11 +221,11 @@ def test_what_a_preempted_sequence_had_computed_comes_back_from_below(tmp_path: 
     own = build("llama", own=True)
     events: list[Event] = []
     elder, younger = tokens(11, 40), tokens(12, 41)
-    with engine_over(tmp_path, num_blocks=24, observer=events.append) as (engine, _):
-        _, first = engine.submit(elder, 56)
+    with engine_over(tmp_path, num_blocks=26, observer=events.append) as (engine, _):
+        _, first = engine.submit(elder, 64)
         assert first.first.wait(60)
         _, second = engine.submit(younger, 12)
-        flips.check(own, elder, reference(own, elder, 56), first.wait())
+        flips.check(own, elder, reference(own, elder, 64), first.wait())
         flips.check(own, younger, reference(own, younger, 12), second.wait())
         engine.manager.check_integrity()
         assert engine.link is not None

@@ -20,9 +20,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..errors import EngineError, QueueFullError, ShuttingDownError
+from ..errors import DeadlineError, EngineError, QueueFullError, ShuttingDownError
 from ..events import Observer, Preempted, StepFinished
-from ..kv.manager import KVManager
+from ..kv.manager import KVManager, Lease
 from ..kv.policy import RequestHints
 from ..kv.sessions import Sessions, outlook_of
 from ..kv.tending import Tender
@@ -36,6 +36,8 @@ from ..types import (
     TokenArray,
 )
 from .base import ModelRunner, Sampled
+from .line import Turns, prefixes_first
+from .pace import Pace
 from .sequence import Sequence, SequenceStats
 from .worker import Worker
 
@@ -51,13 +53,15 @@ class BatchingSettings:
     """``max_batch_tokens`` rows at most in a step; ``max_sequences`` run at once, ``max_waiting`` wait.
 
     ``growth_tokens`` is how far ahead a growing sequence reaches for room next to its last block, so that
-    what it attends to stays in few runs.
+    what it attends to lies together. ``itl_target_s`` is how long a step may last while somebody is decoding
+    (:class:`~ostinato.engines.pace.Pace`); ``None``: four times as long as without prompts beside it.
     """
 
     max_batch_tokens: int = 512
     max_sequences: int = 64
     max_waiting: int = 1024
     growth_tokens: int = 128
+    itl_target_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +106,8 @@ class Batcher:
         self._tier_link = tier_link
         self._sessions = sessions
         self._tender = tender
+        self._pace = Pace(self._settings.itl_target_s)
+        self._turns = Turns()
         self._copies: list[SlotCopy] = []
         self._refused: tuple[int, int, int] | None = None  # who found no room, blocks and leases then
         self._next_id = 0
@@ -133,6 +139,7 @@ class Batcher:
                 )
             for sequence in sequences:
                 sequence.arrived_s = now
+                sequence.deadline_s += now
                 self._inbox.append(sequence)
             self._wake.notify()
 
@@ -184,7 +191,7 @@ class Batcher:
                 self._tender.close()
 
     def _step(self) -> None:
-        self._end_cancelled()
+        self._end_overdue()
         plan, planned = self._schedule()
         if not plan.sequences:
             # Everyone waits: for room that a lease outside the engine holds, or for the lower tier.
@@ -197,8 +204,12 @@ class Batcher:
             self._tender.wake()
         started_s = self._clock.monotonic()
         sampled = self._runner.execute(plan)
+        duration_s = self._clock.monotonic() - started_s
+        num_decoding = sum(not sequence.is_prefilling for sequence in planned)
+        num_rows = sum(len(rows.tokens) for rows in plan.sequences)
+        self._pace.note(num_decoding, num_rows - num_decoding, duration_s)
         if self._tier_link is not None:
-            self._tier_link.note_step(plan, self._clock.monotonic() - started_s)
+            self._tier_link.note_step(plan, duration_s)
         self._postprocess(plan, planned, sampled)
         self._observe(self._step_event(plan, self._clock.monotonic() - started_s))
 
@@ -214,11 +225,19 @@ class Batcher:
             self._inbox.clear()
             return not self._stopping
 
-    def _end_cancelled(self) -> None:
+    def _end_overdue(self) -> None:
+        """Ends what was cancelled, and what has no more time: with what it has, if it has something."""
+        now = self._clock.monotonic()
         for queue in (self._running, self._waiting):
-            for sequence in [s for s in queue if s.cancelled]:
+            for sequence in [s for s in queue if s.cancelled or s.deadline_s <= now]:
                 queue.remove(sequence)
-                self._finish(sequence, "abort")
+                if sequence.cancelled:
+                    self._finish(sequence, "abort")
+                elif sequence.num_output:
+                    self._finish(sequence, "length")
+                else:
+                    late = f"no answer within the {now - sequence.arrived_s:.1f} s that the request had"
+                    self._finish(sequence, "error", error=DeadlineError(late))
 
     # ------------------------------------------------------------ schedule
 
@@ -232,7 +251,7 @@ class Batcher:
             if sequence.lease is not None and self._make_room(sequence):
                 planned.append((sequence, 1))
         planned = [(s, n) for s, n in planned if s.lease is not None]  # some were preempted after all
-        budget -= len(planned)
+        budget = self._pace.limit(len(planned), budget - len(planned))
         for sequence in [s for s in self._running if s.is_prefilling]:
             budget -= self._plan_chunk(sequence, budget, planned)
         while self._num_open < self._settings.max_sequences:
@@ -295,10 +314,10 @@ class Batcher:
 
         Those of which the lower tier has more than the arena begin to load on the way, and go on waiting.
         """
-        for place, sequence in enumerate(list(self._waiting)):
+        for turn, sequence in enumerate(self._line() if can_compute else list(self._waiting)):
             if sequence.load is not None:
                 continue
-            if not can_compute and not (place < _LOOK_AHEAD and self._is_below(sequence)):
+            if not can_compute and not (turn < _LOOK_AHEAD and self._is_below(sequence)):
                 continue
             if self._info.reuse and self._shares_with_running(sequence):
                 continue
@@ -308,13 +327,14 @@ class Batcher:
             refused = sequence.id, available, manager.num_leases
             if self._refused == refused:
                 return None  # nothing has changed since: a look-up now would only count as a use
+            place = self._waiting.index(sequence)
             del self._waiting[place]
             self._running.append(sequence)  # so that whatever fails from here on ends it
             hints = RequestHints(input_tokens=sequence.num_prompt)
             lease = sequence.lease = self._manager.acquire(
                 sequence.namespace, sequence.tokens, hints=hints, terms=sequence.terms
             )
-            if not lease.reserve(sequence.num_tokens, spare_tokens=self._settings.growth_tokens):
+            if not self._reserve_first(lease, sequence):
                 self._running.pop()
                 self._release(sequence)
                 if self._ends_for_pins(sequence):
@@ -323,6 +343,10 @@ class Batcher:
                 self._refused = refused
                 return None  # in order of arrival: nobody overtakes for being small
             self._refused = None
+            self._turns.started(sequence)
+            for other in list(self._waiting)[:place]:
+                if other.namespace.salt == sequence.namespace.salt and other.load is None:
+                    other.num_overtaken += 1
             sequence.copies = lease.take_copies()
             if self._tier_link is not None and self._info.reuse:
                 sequence.load = self._tier_link.begin(lease, sequence.tokens, sequence.chain, self._notify)
@@ -334,6 +358,23 @@ class Batcher:
             if self._num_open >= self._settings.max_sequences:
                 return None
         return None
+
+    def _line(self) -> list[Sequence]:
+        """The waiting in the order in which they should start."""
+        line = self._turns.order(self._waiting, self._running)
+        if not self._info.reuse or len(line) < 2:
+            return line
+        return prefixes_first(line, lambda s: self._manager.peek(s.namespace, s.tokens))
+
+    def _reserve_first(self, lease: Lease, sequence: Sequence) -> bool:
+        """Room for a sequence that is about to start, if as much is left as lets everyone else go on a while.
+
+        Without that watermark a full arena would take in a sequence only to throw one out at the next step.
+        """
+        if not lease.reserve(sequence.num_tokens, spare_tokens=self._settings.growth_tokens):
+            return False
+        left = self._manager.num_free_blocks + self._manager.num_evictable_blocks
+        return left >= len(self._running) - 1
 
     def _ends_for_pins(self, sequence: Sequence) -> bool:
         """Ends a sequence that there is not room for without what is pinned, as long as that is."""

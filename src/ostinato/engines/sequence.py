@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -47,9 +48,9 @@ class Sequence:
 
     __slots__ = (
         "_tokens", "approximate_tokens", "arrived_s", "cached_tokens", "cancelled", "chain", "copies",
-        "first_token_s", "id", "lease", "load", "max_new", "namespace", "num_choices", "num_computed",
-        "num_exact", "num_prompt", "num_tokens", "offers_tools", "params", "session", "sink", "started_s",
-        "stop_token_ids", "terms", "written_tokens",
+        "deadline_s", "first_token_s", "id", "lease", "load", "max_new", "namespace", "num_choices",
+        "num_computed", "num_exact", "num_overtaken", "num_prompt", "num_tokens", "offers_tools", "params",
+        "session", "sink", "started_s", "stop_token_ids", "terms", "written_tokens",
     )  # fmt: skip
 
     def __init__(
@@ -65,7 +66,9 @@ class Sequence:
         offers_tools: bool = False,
         session: Session | None = None,
         terms: Terms = NO_TERMS,
+        deadline_s: float = math.inf,
     ) -> None:
+        """``deadline_s``: seconds from arrival, after which it ends with what it has."""
         assert len(prompt) > 0, "a sequence has at least one token"
         assert max_new_tokens > 0, "a sequence asks for at least one token"
         self.id = -1
@@ -88,6 +91,8 @@ class Sequence:
         self.load: Load | None = None  # while it waits: what is being read into its lease's blocks
         self.copies: tuple[SlotCopy, ...] = ()  # which the lease asked for, until the load is done
         self.cancelled = False
+        self.deadline_s = deadline_s  # from its arrival on a reading of the clock
+        self.num_overtaken = 0
         self.cached_tokens = 0
         self.approximate_tokens = 0  # of the cached ones
         self.num_exact: int | None = None  # leading tokens, where not all are
