@@ -40,6 +40,18 @@ class Template(Protocol):
             TemplateError: the template cannot express this conversation.
         """
 
+    def locate(
+        self,
+        conversation: Conversation,
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+    ) -> Rendered:
+        """What :meth:`render` gives, cut into segments that say which message they are of, if that is known.
+
+        It may take several renderings: for who asks where a prompt's tokens come from.
+        """
+
 
 @dataclass(frozen=True, slots=True)
 class Growth:

@@ -16,6 +16,7 @@ from ..types import Conversation, Message, Rendered, Segment
 from .base import Growth
 from .conversation import ROLES
 from .identity import identity_of
+from .origins import Turn, is_same_prompt, origins_of, split_by_origin
 from .prefill import cut_at_end, with_end
 from .sandbox import Limits, SandboxedTemplate
 from .trust import Disguise, map_strings
@@ -110,7 +111,7 @@ class JinjaTemplate:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
     ) -> Rendered:
-        """The complete prompt; ``message_index`` of its segments is not known.
+        """The complete prompt; its segments do not say which message they are of (:meth:`locate`).
 
         ``continue_final_message``: end inside the assistant's last message, instead of with the generation
         prompt.
@@ -145,6 +146,70 @@ class JinjaTemplate:
         if suspects := self._suspects(form, texts):
             self._prove(segments, lambda hide: render(_disguised(messages, tools, hide)), suspects, escape)
         return Rendered(cut_at_end(segments) if continue_final_message else segments)
+
+    def locate(
+        self,
+        conversation: Conversation,
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+    ) -> Rendered:
+        """:meth:`render` with the message of every segment, where the template shows it.
+
+        Raises:
+            ConversationError, TemplateError: as :meth:`render`.
+        """
+        rendered = self.render(
+            conversation,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+        )
+        if continue_final_message:
+            conversation, add_generation_prompt = with_end(conversation), False
+        form = self._tool_form if conversation.tools else self._plain_form
+        escape = self._disguise.escape_for(())
+        texts: list[str] = []
+
+        def lightly(text: str) -> str:
+            texts.append(text)
+            return self._disguise.light(text, escape)
+
+        messages, tools = _disguised(
+            [form.message(message) for message in conversation.messages],
+            [_plain(tool) for tool in conversation.tools],
+            lightly,
+        )
+        if any(escape in text for text in texts):
+            return rendered
+
+        def again(seen: list[dict[str, Any]]) -> str:
+            return form.template.render(self._variables(seen, tools, add_generation_prompt))
+
+        try:
+            variables = self._variables(messages, tools, add_generation_prompt)
+            raw, turns = self._turns(form, messages, variables)
+            origins = origins_of(raw, turns, messages, again, self._disguise)
+        except TemplateError:  # it refuses the marks, or they are too much for its limits
+            return rendered
+        segments = split_by_origin(raw, escape, origins, self._disguise)
+        if continue_final_message:
+            segments = cut_at_end(segments)
+        return Rendered(segments) if is_same_prompt(segments, rendered.segments) else rendered
+
+    def _turns(
+        self, form: _Form, messages: list[dict[str, Any]], variables: dict[str, Any]
+    ) -> tuple[str, list[Turn]]:
+        """The rendering, and which parts of it the loop over the messages wrote in which turn."""
+        if form.template.reach is None:
+            return form.template.render(variables), []
+        watch = Watch(self._disguise.mark(), messages, form.template.reach, None)
+        parts = form.template.render_watched(variables, watch).split(watch.mark)
+        place, turns = len(parts[0]), list[Turn]()
+        if watch.is_end:
+            for index, text in enumerate(parts[2:-1], start=watch.offset):
+                turns.append(Turn(place, place + len(text), index))
+                place += len(text)
+        return "".join(parts), turns
 
     def render_on(self, conversation: Conversation, state: object | None) -> Growth:
         """:meth:`render` with a generation prompt; goes on from an earlier one where nothing before differs.

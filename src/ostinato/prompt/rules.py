@@ -7,6 +7,7 @@ rule is a new identity, so KV that was made under the old one can never be taken
 from __future__ import annotations
 
 import tomllib
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
@@ -229,14 +230,23 @@ class RuledTemplate:
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
         )
-        return Rendered(
-            tuple(
-                segment
-                if segment.message_index is None
-                else replace(segment, message_index=origins[segment.message_index])
-                for segment in rendered.segments
-            )
+        return _as_given(rendered, origins)
+
+    def locate(
+        self,
+        conversation: Conversation,
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+    ) -> Rendered:
+        """:meth:`render` with the message of every segment, as far as the template can tell."""
+        ruled, origins = self._rules.apply(conversation)
+        located = self._template.locate(
+            ruled,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
         )
+        return _as_given(located, origins)
 
     def render_on(self, conversation: Conversation, state: object | None) -> Growth:
         """:meth:`render` with a generation prompt; goes on where the rules leave earlier messages as they
@@ -258,3 +268,15 @@ class RuledTemplate:
         if growth.state is None:
             return growth
         return replace(growth, state=_RuledState(ruled.messages, growth.state))
+
+
+def _as_given(rendered: Rendered, origins: Sequence[int]) -> Rendered:
+    """Segments that name the messages as they were before the rules."""
+    return Rendered(
+        tuple(
+            segment
+            if segment.message_index is None
+            else replace(segment, message_index=origins[segment.message_index])
+            for segment in rendered.segments
+        )
+    )

@@ -79,6 +79,20 @@ class FunctionTemplate:
         segments = tuple(self._write(conversation, add_generation_prompt, **self._options))
         return Rendered(cut_at_end(segments) if continue_final_message else segments)
 
+    def locate(
+        self,
+        conversation: Conversation,
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+    ) -> Rendered:
+        """:meth:`render`: segments of formats written as code always say what they are of."""
+        return self.render(
+            conversation,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+        )
+
 
 def chatml(*, default_system: str | None = None) -> FunctionTemplate:
     """ChatML; ``default_system`` is written where a conversation does not begin with a system message."""

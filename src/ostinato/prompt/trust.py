@@ -16,7 +16,7 @@ another, so its rendering only serves as the proof: both must show the same spec
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
 from blake3 import blake3
@@ -198,9 +198,23 @@ class Disguise:
             end = match.end()
         return end
 
-    def mark(self) -> str:
-        """What stands for a border in a rendering; in no text but by a guess, and in no special token."""
-        return f"{self._fillers[0]}{self._escape(0)}{self._fillers[0]}"
+    def mark(self, number: int = 0) -> str:
+        """What stands for a border in a rendering; in no text but by a guess, and in no special token.
+
+        None of another ``number`` is in it.
+        """
+        return f"{self._fillers[0]}{self._escape(0)}{self._fillers[1]}{number}{self._fillers[0]}"
+
+    def pieces(self, rendered: str) -> Iterator[tuple[int, int, bool]]:
+        """Where the text and the markers of a rendering stand, and which are markers."""
+        end = 0
+        for match in self._markers.finditer(rendered):
+            if match.start() > end:
+                yield end, match.start(), False
+            yield *match.span(), True
+            end = match.end()
+        if end < len(rendered):
+            yield end, len(rendered), False
 
 
 def refuse_special_tokens(conversation: Conversation, special_tokens: Collection[str]) -> None:

@@ -70,6 +70,8 @@ class Watch:
         messages: the very list that the template gets.
         reach: how many messages further than its own a turn may look.
         since: where to go on from.
+
+    ``is_end``: the loop runs over the end of the messages. ``is_sound``: nothing speaks against going on.
     """
 
     mark: str
@@ -81,6 +83,7 @@ class Watch:
     place: int = -1
     offset: int = 0
     num_settled: int = -1
+    is_end: bool = False
     is_sound: bool = False
     items: Any = None
     seen: tuple[Any, ...] = ()
@@ -96,11 +99,8 @@ class Watch:
         self.items = items
         self.offset = len(self.messages) - len(items) if type(items) is list else -1
         self.spaces = [value for value in values if isinstance(value, jinja2.utils.Namespace)]
-        self.is_sound = (
-            self.offset >= 0
-            and all(map(is_, items, islice(self.messages, self.offset, None)))
-            and len(set(map(id, self.spaces))) == len(self.spaces)
-        )
+        self.is_end = self.offset >= 0 and all(map(is_, items, islice(self.messages, self.offset, None)))
+        self.is_sound = self.is_end and len(set(map(id, self.spaces))) == len(self.spaces)
         if self.is_sound:
             self.seen = tuple(map(_frozen, values))
             self.num_settled = max(0, len(items) - self.reach)
