@@ -232,6 +232,10 @@ class PrefixIndex:
             self._leaves.refresh(node)
         return num_tokens
 
+    @property
+    def obeys_hints(self) -> bool:
+        return self._history is None or self._history.obeys
+
     def tend(self) -> bool:
         """A slice of what the policy has put off, then the order of victims; true while more is left."""
         if self._history is None:

@@ -77,6 +77,11 @@ class KVManager:
     # ------------------------------------------------------------ what there is
 
     @property
+    def obeys_hints(self) -> bool:
+        """Whether the policy does as it is told; else it weighs what is said itself."""
+        return self._index.obeys_hints
+
+    @property
     def num_free_blocks(self) -> int:
         """Blocks with nothing in them."""
         return self._pool.num_free

@@ -19,6 +19,7 @@ from ostinato.types import Session, SessionState, TokenArray
 from .hashing import Namespace
 from .manager import KVManager
 from .policy import Outlook
+from .trust import Trust
 
 _STATES: dict[SessionState, Outlook] = {
     "open": Outlook.UNKNOWN,
@@ -63,6 +64,7 @@ class Sessions:
 
     At most ``max_sessions`` sessions and as many prompts, of ``max_tokens`` tokens in all either (4 bytes a
     token): the longest unused are forgotten, which takes nothing from the cache. Ids are kept as digests.
+    A rule that obeys is told that something is over by those only who are mostly right (:class:`Trust`).
     Any thread may call anything.
     """
 
@@ -73,6 +75,7 @@ class Sessions:
         self._clock = clock
         self._max_sessions, self._max_tokens = max_sessions, max_tokens
         self._lock = Lock()
+        self._trust = Trust(manager.block_size) if manager.obeys_hints else None
         self._known: OrderedDict[tuple[str, bytes], _Known] = OrderedDict()
         self._num_known_tokens = 0
         self._asked: OrderedDict[tuple[str, bytes], _Asked] = OrderedDict()
@@ -84,8 +87,10 @@ class Sessions:
         """A request is under way: where it goes on from one of several answers, the others have lost."""
         with self._lock:
             lost = self._lost_to(namespace, tokens) if self._asked else []
+            if self._trust is not None:
+                self._trust.asked(namespace, tokens)
         for sequence in lost:
-            self._manager.hint(namespace, sequence, Outlook.OVER)
+            self._tell(namespace, sequence, Outlook.OVER)
 
     def ended(
         self,
@@ -109,7 +114,7 @@ class Sessions:
                 self._remember(namespace, tokens.copy(), session)
             outlook = _STATES[session.state] or outlook
         if outlook is not Outlook.UNKNOWN:
-            self._manager.hint(namespace, tokens, outlook)
+            self._tell(namespace, tokens, outlook)
 
     # ------------------------------------------------------------ from anyone
 
@@ -124,7 +129,7 @@ class Sessions:
             self._set_end(known, session)
             if session.state == "closed":
                 self._forget(key)
-        self._manager.hint(namespace, known.tokens, _STATES[session.state])
+        self._tell(namespace, known.tokens, _STATES[session.state])
         return True
 
     def expire(self) -> float:
@@ -136,7 +141,7 @@ class Sessions:
                 self._forget(key)
             next_s = min((known.ends_s for known in self._known.values()), default=math.inf)
         for _, known in over:
-            self._manager.hint(known.namespace, known.tokens, Outlook.OVER)
+            self._tell(known.namespace, known.tokens, Outlook.OVER)
         return next_s - now_s
 
     @property
@@ -144,6 +149,13 @@ class Sessions:
         return len(self._known)
 
     # ------------------------------------------------------------ inside
+
+    def _tell(self, namespace: Namespace, tokens: TokenArray, outlook: Outlook) -> None:
+        if self._trust is not None and outlook >= Outlook.ABANDONED:
+            with self._lock:
+                if not self._trust.said(namespace, tokens):
+                    return
+        self._manager.hint(namespace, tokens, outlook)
 
     def _remember(self, namespace: Namespace, tokens: TokenArray, session: Session) -> None:
         key = _key(namespace, session)

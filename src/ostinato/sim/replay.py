@@ -11,6 +11,7 @@ from ostinato.events import BlocksEvicted, Event
 from ostinato.kv.hashing import Namespace
 from ostinato.kv.manager import KVManager
 from ostinato.kv.policy import EvictionPolicy, HistoryPolicy, Outlook, RequestHints
+from ostinato.kv.sessions import Sessions
 from ostinato.types import TokenArray
 
 from .tiered import Below
@@ -81,8 +82,11 @@ def replay(
             result.evicted[event.reason] = result.evicted.get(event.reason, 0) + event.num_blocks
 
     manager = KVManager(capacity, 1, policy=policy, observer=observe)
+    sessions = None if outlooks is None else Sessions(manager, clock)
     for number, request in enumerate(requests):
         clock.time_s = max(clock.time_s, request.time_s)
+        if sessions is not None:
+            sessions.began(_NAMESPACE, request.units)
         in_arena, in_tier = serve(manager, request.units, hints_of(request), below)
         hit = in_arena + in_tier
         result.hits.append(hit)
@@ -91,8 +95,8 @@ def replay(
         result.hit_tokens += hit_tokens
         result.tier_hit_tokens += hit_tokens - min(in_arena * unit_tokens, request.input_tokens)
         result.input_tokens += request.input_tokens
-        if outlooks is not None and outlooks[number]:
-            manager.hint(_NAMESPACE, request.units, outlooks[number])
+        if sessions is not None and outlooks is not None:
+            sessions.ended(_NAMESPACE, request.units, outlooks[number])
         while manager.tend():
             pass
         if on_request is not None:

@@ -45,6 +45,8 @@ class Workload(HistoryPolicy):
         history_factor: history holds at most ``history_factor * num_blocks + history_floor`` blocks.
     """
 
+    obeys = False
+
     def __init__(
         self,
         num_blocks: int,
