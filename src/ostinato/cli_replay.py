@@ -30,6 +30,13 @@ if TYPE_CHECKING:
 @click.option("--tier-capacity", help="Blocks of a tier below, or shares of the distinct blocks; 0: none.")
 @click.option("--load-rate", default="1GiB", show_default=True, help="Bytes/s from the tier, for TTFT.")
 @click.option("--token-bytes", type=int, default=46_080, show_default=True, help="KV of one token.")
+@click.option(
+    "--hints",
+    type=click.Choice(["none", "recorded", "perfect", "wrong"]),
+    default="none",
+    show_default=True,
+    help="What the cache is told: how recorded answers end, which sequences are over, or the opposite.",
+)
 @click.option("--faults", is_flag=True, help="Cancel, fail and jump in time; check the books at every event.")
 @click.option("--requests", type=int, default=500, show_default=True, help="Requests to play with --faults.")
 @click.option("--seed", type=int, default=0, show_default=True, help="For faults and session starts.")
@@ -76,6 +83,7 @@ def replay(traces: tuple[Path, ...], **options: Any) -> None:
             sizes,
             rates=Rates(options["prefill_rate"], _load_rate(options["load_rate"]), options["token_bytes"]),
             tier_capacities=below,
+            hints=options["hints"],
             on_row=_say if is_shown else _skip,
         )
     if options["as_json"]:

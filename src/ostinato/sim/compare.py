@@ -9,11 +9,11 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from ostinato.kv.policies import make_policy
-from ostinato.kv.policy import HistoryPolicy
+from ostinato.kv.policy import HistoryPolicy, Outlook
 from ostinato.kv.tiers.base import Outcome
 
 from .optimum import optimum_hits
-from .replay import ReplayClock, replay
+from .replay import ReplayClock, outlooks_for, replay
 from .tiered import Below, TierCosts, memory_folder, open_store
 from .traces import Trace
 
@@ -68,22 +68,25 @@ def compare(
     *,
     rates: Rates,
     tier_capacities: Sequence[int] = (0,),
+    hints: str = "none",
     on_row: Callable[[Row], None] = lambda row: None,
 ) -> list[Row]:
     """A row for each policy at each capacity (in units of the trace); "optimum" is the clairvoyant bound.
 
-    Of two places that is what both together could serve as one.
+    Of two places that is what both together could serve as one. ``hints``: what is said of the requests
+    (:func:`~ostinato.sim.replay.outlooks_for`).
     """
     rows: list[Row] = []
+    outlooks = outlooks_for(trace, hints)
     for tier_capacity in tier_capacities:
         for capacity in capacities:
             for policy in policies:
                 if policy == OPTIMUM:
                     row = _optimum(trace, capacity, tier_capacity, rates)
                 elif tier_capacity == 0:
-                    row = _replayed(trace, policy, capacity, rates)
+                    row = _replayed(trace, policy, capacity, rates, outlooks=outlooks)
                 else:
-                    row = _replayed_with_tier(trace, policy, capacity, tier_capacity, rates)
+                    row = _replayed_with_tier(trace, policy, capacity, tier_capacity, rates, outlooks)
                 rows.append(row)
                 on_row(row)
     return rows
@@ -96,10 +99,19 @@ def _replayed(
     rates: Rates,
     below: Below | None = None,
     clock: ReplayClock | None = None,
+    outlooks: Sequence[Outlook] | None = None,
 ) -> Row:
     clock = clock or ReplayClock()
     policy = make_policy(name, num_blocks=capacity, block_tokens=1, clock=clock)
-    result = replay(trace.requests, capacity, policy, clock, unit_tokens=trace.unit_tokens, below=below)
+    result = replay(
+        trace.requests,
+        capacity,
+        policy,
+        clock,
+        unit_tokens=trace.unit_tokens,
+        below=below,
+        outlooks=outlooks,
+    )
     missed = result.input_tokens - result.hit_tokens
     num_loaded = 0 if below is None else below.tier.num_loaded
     loaded_bytes = num_loaded * trace.unit_tokens * rates.token_bytes
@@ -122,7 +134,14 @@ def _replayed(
     )
 
 
-def _replayed_with_tier(trace: Trace, name: str, capacity: int, tier_capacity: int, rates: Rates) -> Row:
+def _replayed_with_tier(
+    trace: Trace,
+    name: str,
+    capacity: int,
+    tier_capacity: int,
+    rates: Rates,
+    outlooks: Sequence[Outlook] | None,
+) -> Row:
     clock = ReplayClock()
     costs = TierCosts(
         trace.unit_tokens, rates.token_bytes, rates.load_bytes_per_s, rates.prefill_tokens_per_s
@@ -132,7 +151,7 @@ def _replayed_with_tier(trace: Trace, name: str, capacity: int, tier_capacity: i
         store = open_store(Path(folder) / "tier", tier_capacity)
         below = Below(store, capacity, clock, costs)
         stack.callback(below.close)
-        row = _replayed(trace, name, capacity, rates, below, clock)
+        row = _replayed(trace, name, capacity, rates, below, clock, outlooks)
         stored_bytes = below.tier.outcomes[Outcome.STORED] * costs.unit_bytes
         num_evicted = store.counters.evicted
     return replace(row, tier_capacity=tier_capacity, stored_bytes=stored_bytes, num_tier_evicted=num_evicted)

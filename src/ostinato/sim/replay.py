@@ -15,7 +15,7 @@ from ostinato.kv.sessions import Sessions
 from ostinato.types import TokenArray
 
 from .tiered import Below
-from .traces import TraceRequest
+from .traces import Trace, TraceRequest
 
 _NAMESPACE = Namespace("trace", "", "", "", "", "")
 _SENTINEL = np.array([-1], np.int32)  # no trace has it: what a hit can end before
@@ -114,6 +114,27 @@ def never_continued(requests: Sequence[TraceRequest]) -> list[bool]:
         found.append(units[at] not in later)
         later.update(units)
     return found[::-1]
+
+
+HINTS = ("none", "recorded", "perfect", "wrong")
+
+
+def outlooks_for(trace: Trace, hints: str) -> list[Outlook] | None:
+    """What is said of each request of a trace once it was answered; ``hints`` is one of ``HINTS``.
+
+    ``recorded``: what the ends of its answers say. ``perfect``: which sequences are over. ``wrong``: that of
+    all the others.
+    """
+    assert hints in HINTS, f"no hints {hints!r}"
+    if hints == "none":
+        return None
+    if hints == "recorded":
+        return [request.outlook for request in trace.requests]
+    is_said_of = hints == "perfect"
+    return [
+        Outlook.OVER if is_last is is_said_of else Outlook.UNKNOWN
+        for is_last in never_continued(trace.requests)
+    ]
 
 
 def hints_of(request: TraceRequest) -> RequestHints:

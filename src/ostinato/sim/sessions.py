@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import orjson
 
 from ostinato.errors import TraceError
+from ostinato.kv.policy import Outlook
+from ostinato.kv.sessions import outlook_of
 from ostinato.ports import Clock
+from ostinato.prompt.calls import ListReader, TaggedReader
 from ostinato.prompt.template import named_template, template_for
 from ostinato.prompt.tokens import HFTokenizer
 from ostinato.types import Conversation, Message, TokenArray
@@ -42,11 +46,38 @@ def read_session(path: Path, encode: Callable[[str], TokenArray]) -> Trace:
         units = encode(text)
         if len(units):
             num_output = len(encode(output)) if output else 0
-            requests.append(TraceRequest(time_s, units, len(units), num_output, session=session))
+            outlook = Outlook.SOON if calls_tools(output) else Outlook.UNKNOWN
+            requests.append(
+                TraceRequest(time_s, units, len(units), num_output, session=session, outlook=outlook)
+            )
     if not requests:
         raise TraceError(f"{path} has no requests")
+    if any(
+        request.outlook is Outlook.SOON for request in requests
+    ):  # it has tools: to call none says something
+        requests = [
+            replace(request, outlook=outlook_of("stop", offers_tools=True))
+            if request.outlook is Outlook.UNKNOWN
+            else request
+            for request in requests
+        ]
     requests.sort(key=lambda request: request.time_s)
     return Trace(path.stem, 1, tuple(requests))
+
+
+def calls_tools(output: str) -> bool:
+    """Whether a recorded answer ends in tool calls: in a known format, or not recorded itself (no text)."""
+    text = output.strip()
+    if not text:
+        return True
+    for reader in (TaggedReader((), ()), ListReader((), ())):
+        if reader.push(text).calls or reader.finish(is_whole=True).calls:
+            return True
+    try:
+        call = orjson.loads(text)
+    except orjson.JSONDecodeError:
+        return False
+    return isinstance(call, dict) and isinstance(call.get("name"), str) and "parameters" in call
 
 
 def prompt_encoder(model_folder: Path, clock: Clock) -> Callable[[str], TokenArray]:

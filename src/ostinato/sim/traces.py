@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ import numpy as np
 import orjson
 
 from ostinato.errors import TraceError
+from ostinato.kv.policy import Outlook
 from ostinato.types import TokenArray
 
 MOONCAKE_BLOCK_TOKENS = 512
@@ -22,7 +23,8 @@ class TraceRequest:
 
     ``units`` are what the cache is asked for, int32: real tokens, or one id for each block of tokens (then
     equal ids mean equal prefixes). ``has_part_block`` says that the last unit stands for a block that is not
-    full. ``session`` is the conversation it belongs to, where the trace knows it.
+    full. ``session`` is the conversation it belongs to, where the trace knows it; ``outlook`` is what the end
+    of its answer says, where the trace has answers.
     """
 
     time_s: float
@@ -31,6 +33,7 @@ class TraceRequest:
     output_tokens: int
     has_part_block: bool = False
     session: str = ""
+    outlook: Outlook = Outlook.UNKNOWN
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,14 +127,8 @@ class Blocks:
             key = (above, request.units[start : start + self.block_tokens].tobytes())
             above = self._ids.setdefault(key, len(self._ids))
             units.append(above)
-        return TraceRequest(
-            request.time_s,
-            np.asarray(units, np.int32),
-            request.input_tokens,
-            request.output_tokens,
-            request.input_tokens % self.block_tokens != 0,
-            request.session,
-        )
+        is_part = request.input_tokens % self.block_tokens != 0
+        return replace(request, units=np.asarray(units, np.int32), has_part_block=is_part)
 
 
 def merge_sessions(sessions: Sequence[Trace], starts_s: Sequence[float], name: str) -> Trace:
@@ -141,13 +138,10 @@ def merge_sessions(sessions: Sequence[Trace], starts_s: Sequence[float], name: s
     for session, start_s in zip(sessions, starts_s, strict=True):
         first_s = session.requests[0].time_s
         requests += [
-            TraceRequest(
-                start_s + request.time_s - first_s,
-                request.units,
-                request.input_tokens,
-                request.output_tokens,
-                request.has_part_block,
-                request.session or session.name,
+            replace(
+                request,
+                time_s=start_s + request.time_s - first_s,
+                session=request.session or session.name,
             )
             for request in session.requests
         ]

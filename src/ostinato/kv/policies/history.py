@@ -25,7 +25,8 @@ class RequestRecord:
 
     ``turn`` counts from 0, ``message_tokens`` is what came on top of the turn before and its answer,
     ``num_known`` of its ``num_blocks`` blocks had been seen before. Of the first ``num_counted`` it was
-    counted which a shadow had; ``went_through`` says for each shadow whether it had them all.
+    counted which a shadow had; ``went_through`` says for each shadow whether it had them all. ``last`` is
+    where its path ends, while that has still to be counted.
     """
 
     num_blocks: int
@@ -38,6 +39,7 @@ class RequestRecord:
     parent_gap_s: float = -1.0
     num_counted: int = 0
     went_through: tuple[bool, bool] = (True, True)
+    last: Run | None = None
 
 
 class Stand(Candidate):

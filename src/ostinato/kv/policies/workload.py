@@ -222,10 +222,10 @@ class Workload(HistoryPolicy):
 
     def _put_off(self, request: RequestRecord, num_blocks: int) -> None:
         """What has to be done because of a request, and need not be done now."""
-        asked = request.hints.input_tokens // self._block_tokens
-        self._counts.append(
-            self._count(self._path[-1], self._order, request, min(num_blocks, asked or num_blocks))
-        )
+        if request.last is None:
+            self._counts.append(self._count(request))
+        request.last = self._path[-1]
+        request.num_blocks = num_blocks
         if self._now_s >= self._advance_at_s:
             self._lessons.append(self._advance())
             # Looking at a row takes some 10 ns: a hundred thousand a second are a thousandth of the time.
@@ -238,28 +238,32 @@ class Workload(HistoryPolicy):
         while len(self._counts) > _MAX_CHORES or len(self._lessons) > _MAX_CHORES:
             self.tend()  # nobody else does
 
-    def _count(self, last: Run, order: int, request: RequestRecord, num_asked: int) -> Iterator[None]:
-        """Plays the request's path up to ``last`` through both shadows; counts blocks not counted before."""
+    def _count(self, request: RequestRecord) -> Iterator[None]:
+        """Plays a request's path, as it is by now, through both shadows; counts blocks not counted before."""
+        last, request.last = request.last, None
+        assert last is not None, "nothing was left to count"
+        if not last.stands:
+            return  # forgotten meanwhile
         path: list[Run] = []
         above: Run | None = last
         while above is not None:
             path.append(above)
             above = above.parent
         path.reverse()
-        if not last.stands:
-            return  # forgotten meanwhile
-        if num_asked > request.num_counted:
+        asked = request.hints.input_tokens // self._block_tokens or request.num_blocks
+        num_asked, num_counted = min(asked, request.num_blocks), request.num_counted
+        if num_asked > num_counted:
             hits = self._lru.hits(path), self._ours.hits(path)
             lru_hits, our_hits = (
-                max(0, min(hit, num_asked) - request.num_counted) if through else 0
+                max(0, min(hit, num_asked) - num_counted) if through else 0
                 for hit, through in zip(hits, request.went_through, strict=True)
             )
-            self.guard.count(lru_hits, our_hits, num_asked - request.num_counted)
+            self.guard.count(lru_hits, our_hits, num_asked - num_counted)
             request.went_through = hits[0] >= num_asked, hits[1] >= num_asked
             request.num_counted = num_asked
-        self._lru.place(path, order)
+        self._lru.place(path, last.order)
         yield
-        self._ours.place(path, order)
+        self._ours.place(path, last.order)
 
     def _reward(self, runs: list[Run]) -> None:
         """What was used again is a sample: of what it looked like, before it looks otherwise."""
