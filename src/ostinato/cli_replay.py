@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 @click.option("--policy", default="all", show_default=True, help="Names with commas between, or all.")
 @click.option("--capacity", help="Blocks, or shares of the distinct blocks: 5859,10000 or 5%,30%.")
 @click.option("--plot", is_flag=True, help="Draw the shares served.")
-@click.option("--png", type=click.Path(path_type=Path, dir_okay=False), help="Chart file (needs matplotlib).")
+@click.option("--svg", type=click.Path(path_type=Path, dir_okay=False), help="Draw them into this file, too.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, one object a line.")
 @click.option("--prefill-rate", type=float, default=400.0, show_default=True, help="Tokens/s, for TTFT.")
 @click.option("--tier-capacity", help="Blocks of a tier below, or shares of the distinct blocks; 0: none.")
@@ -46,7 +46,8 @@ def replay(traces: tuple[Path, ...], **options: Any) -> None:
     """Replay TRACES (Mooncake JSONL, agent sessions) through the cache's books, without a model."""
     from .sim.command import capacities_for, play_faults, policy_names, read_traces, tier_capacities_for
     from .sim.compare import Rates, compare
-    from .sim.show import print_rows, write_png
+    from .sim.show import print_rows
+    from .sim.svg import svg
 
     seed, names = options["seed"], policy_names(options["policy"])
     read = read_traces(
@@ -91,8 +92,11 @@ def replay(traces: tuple[Path, ...], **options: Any) -> None:
             click.echo(json.dumps(row.as_dict()))
     elif rows:
         print_rows(rows, with_chart=options["plot"])
-    if options["png"] and rows and not write_png(rows, options["png"]):
-        raise click.ClickException("no PNG without matplotlib; install it, or use --plot")
+    if options["svg"] and rows:
+        try:
+            options["svg"].write_text(svg(rows), encoding="utf-8")
+        except OSError as error:
+            raise click.ClickException(f"cannot write {options['svg']}: {error.strerror}") from error
 
 
 def _load_rate(text: str) -> float:

@@ -12,6 +12,7 @@ from ostinato.kv.policies import make_policy
 from ostinato.kv.policy import Outlook
 from ostinato.kv.sessions import Sessions, outlook_of
 from ostinato.kv.tending import Tender
+from ostinato.kv.trust import Trust
 from ostinato.types import Session
 
 SPACE = Namespace("w", "", "", "", "", "")
@@ -246,3 +247,66 @@ def test_the_tender_does_what_was_put_off_and_expires_sessions():
         tender.close()
     assert not tender._thread.is_alive()
     manager.check_integrity()
+
+
+# ---------------------------------------------------------------- who is believed
+
+
+def said_and_went_on(trust, space, start, *, goes_on):
+    """One sequence is said to be over; whether that was believed. Then it goes on, or not."""
+    sequence = np.arange(start, start + 4, dtype=np.int32)
+    believed = trust.said(space, sequence)
+    if goes_on:
+        trust.asked(space, np.append(sequence, 7).astype(np.int32))
+    return believed
+
+
+def test_who_is_mostly_wrong_is_not_believed_for_long_and_only_he():
+    trust = Trust(1)
+    liar, honest = SPACE.with_salt("liar"), SPACE.with_salt("honest")
+    believed = [said_and_went_on(trust, liar, 10 * n, goes_on=True) for n in range(100)]
+    assert believed == [True] * 12 + [False] * 88
+    assert all(said_and_went_on(trust, honest, 10 * n, goes_on=False) for n in range(100))
+    assert not said_and_went_on(trust, liar, 5000, goes_on=False)
+
+
+def test_who_is_seldom_wrong_is_believed_again_once_the_right_words_show():
+    trust = Trust(1)
+    believed = [said_and_went_on(trust, SPACE, 10 * n, goes_on=n % 20 == 0) for n in range(3000)]
+    assert all(believed[1000:])
+
+
+def test_trust_can_be_won_back():
+    trust = Trust(1)
+    for number in range(200):
+        said_and_went_on(trust, SPACE, 10 * number, goes_on=True)
+    assert not said_and_went_on(trust, SPACE, 9_000, goes_on=False)
+    for number in range(2500):
+        said_and_went_on(trust, SPACE, 10_000 + 10 * number, goes_on=False)
+    assert said_and_went_on(trust, SPACE, 90_000, goes_on=False)
+
+
+def test_what_is_remembered_of_words_is_bounded():
+    trust = Trust(1)
+    for number in range(100):
+        space = SPACE.with_salt(f"t{number}")
+        for word in range(30):
+            said_and_went_on(trust, space, 10 * word, goes_on=word % 2 == 0)
+    assert len(trust._records) == 64
+    for word in range(5000):
+        said_and_went_on(trust, SPACE, 10 * word, goes_on=word % 3 == 0)
+        record = trust._records[SPACE.tenant]
+        assert len(record.order) == len(record.went_on) <= 2048
+    assert record.num_wrong == sum(record.went_on.values())
+
+
+def test_to_a_rule_that_weighs_everything_is_told():
+    clock = Hands()
+    policy = make_policy("workload", num_blocks=8, block_tokens=1, clock=clock)
+    for rule, is_gated in (
+        (policy, False),
+        (make_policy("lru-2", num_blocks=8, block_tokens=1, clock=clock), True),
+    ):
+        manager = KVManager(8, 1, policy=rule)
+        assert manager.obeys_hints is is_gated
+        assert (Sessions(manager, clock)._trust is not None) is is_gated

@@ -1,13 +1,18 @@
 """``ostinato replay`` from the command line, on small files."""
 
 import json
+from itertools import pairwise
+from xml.etree import ElementTree
 
+import numpy as np
 import orjson
 import pytest
 from click.testing import CliRunner
 from made_traces import conversations
 
 from ostinato.cli import main
+from ostinato.sim.compare import Row
+from ostinato.sim.svg import svg
 
 
 @pytest.fixture
@@ -130,3 +135,69 @@ def test_what_cannot_be_is_said_in_one_line(trace_file, arguments, says):
     result = run(trace_file, *arguments)
     assert result.exit_code == 2
     assert says in result.output
+
+
+def test_the_picture_shows_every_row_where_it_belongs(trace_file, tmp_path):
+    picture = tmp_path / "chart.svg"
+    arguments = (trace_file, "--policy", "lirs,workload", "--capacity", "60,120,240")
+    result = run(*arguments, "--json", "--svg", str(picture))
+    assert result.exit_code == 0, result.output
+    rows = [json.loads(line) for line in result.output.splitlines()]
+    root = ElementTree.fromstring(picture.read_text())
+    names = {"svg": "http://www.w3.org/2000/svg"}
+    texts = [text.text for text in root.iterfind(".//svg:text", names)]
+    policies = ["lru", "lirs", "workload", "optimum"]
+    assert {"small_trace", "60", "120", "240", *policies} <= set(texts)
+    lines = {
+        tuple(tuple(map(float, point.split(","))) for point in line.get("points").split())
+        for line in root.iterfind(".//svg:polyline", names)
+    }
+    assert len(lines) == 4
+    # All points of a picture lie on one scale: heights differ as rates do.
+    points = sorted((x, y) for line in lines for x, y in line)
+    served = sorted((row["capacity"], -row["hit_rate"]) for row in rows)
+    heights = [y for _, y in points]
+    slope, start = np.polyfit([rate for _, rate in served], heights, 1)
+    assert slope > 0
+    for (_, rate), height in zip(served, heights, strict=True):
+        assert height == pytest.approx(slope * rate + start, abs=0.11)
+    labels = [t for t in root.iterfind(".//svg:text", names) if t.text in policies]
+    places = sorted(float(label.get("y")) for label in labels)
+    assert min(below - above for above, below in pairwise(places)) >= 13.9
+    colors = {label.text: label.get("style") for label in labels}
+    assert len(set(colors.values())) == 4
+
+
+def test_a_picture_of_many_lines_that_end_together_stays_inside():
+    rows = [
+        Row("<a & b>", f"rule {number}", size, 0.5, 0.5, 1, 2, 0, 1.0, 0.0)
+        for number in range(20)
+        for size in (10, 20)
+    ]
+    root = ElementTree.fromstring(svg(rows))
+    names = {"svg": "http://www.w3.org/2000/svg"}
+    places = [
+        float(t.get("y")) for t in root.iterfind(".//svg:text", names) if (t.text or "").startswith("rule")
+    ]
+    assert len(set(places)) == len(places) == 20
+    assert min(places) > 0
+    assert max(places) < 380
+    assert any(text.text == "<a & b>" for text in root.iterfind(".//svg:text", names))
+    assert ElementTree.fromstring(svg(rows[:1])) is not None  # one capacity: no line, a dot
+
+
+def test_a_picture_that_cannot_be_written_is_said(trace_file, tmp_path):
+    result = run(trace_file, "--policy", "lru", "--capacity", "60", "--svg", str(tmp_path / "no" / "a.svg"))
+    assert result.exit_code == 1
+    assert "cannot write" in result.output
+
+
+@pytest.mark.parametrize("policy", ["lru", "workload"])
+def test_what_is_told_truly_helps(trace_file, policy):
+    served = {}
+    for hints in ("none", "perfect"):
+        result = run(trace_file, "--policy", policy, "--capacity", "60", "--hints", hints, "--json")
+        assert result.exit_code == 0, result.output
+        rows = [json.loads(line) for line in result.output.splitlines()]
+        served[hints] = next(row["hit_tokens"] for row in rows if row["policy"] == policy)
+    assert served["perfect"] > 1.05 * served["none"]

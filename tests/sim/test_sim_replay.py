@@ -3,13 +3,15 @@
 from functools import cache
 
 import numpy as np
+import orjson
 import pytest
 from made_traces import conversations, recorded
 
 from ostinato.kv.policies import POLICY_NAMES, make_policy
 from ostinato.kv.policy import LRU, Outlook
 from ostinato.sim.optimum import optimum_hits
-from ostinato.sim.replay import ReplayClock, never_continued, replay
+from ostinato.sim.replay import ReplayClock, never_continued, outlooks_for, replay
+from ostinato.sim.sessions import encode_bytes, read_session
 from ostinato.sim.traces import TraceRequest, read_mooncake
 
 
@@ -104,3 +106,30 @@ def test_a_true_hint_serves_more(name):
     outlooks = [Outlook.OVER if last else Outlook.UNKNOWN for last in is_last]
     plain, hinted = played(name, trace, 80), played(name, trace, 80, outlooks=outlooks)
     assert sum(plain.hits) * 1.1 < sum(hinted.hits) <= sum(optimum_hits(trace.requests, 80))
+
+
+@pytest.mark.parametrize("name", ["lru", "lru-2", "workload"])
+def test_wrong_hints_cost_little(name):
+    """Whatever goes on is said to be over, and the other way round: the cache stops listening, or learns."""
+    trace = conversations(6, 4000)
+    plain = played(name, trace, 80)
+    wrong = played(name, trace, 80, outlooks=outlooks_for(trace, "wrong"))
+    assert sum(wrong.hits) > 0.97 * sum(plain.hits)
+    half = len(trace.requests) // 2
+    assert sum(wrong.hits[half:]) > 0.99 * sum(plain.hits[half:])
+
+
+def test_recorded_answers_say_what_will_follow(tmp_path):
+    lines = [
+        {"timestamp": 1, "input": "a", "output": '<tool_call>{"name": "f", "arguments": {}}</tool_call>'},
+        {"timestamp": 2, "input": "b", "output": ""},
+        {"timestamp": 3, "input": "c", "output": '{"name": "f", "parameters": {"x": 1}}'},
+        {"timestamp": 4, "input": "d", "output": '{"answer": 1}'},
+        {"timestamp": 5, "input": "e", "output": "Text that mentions <tool_call> only."},
+    ]
+    path = tmp_path / "with_tools.jsonl"
+    path.write_bytes(b"\n".join(map(orjson.dumps, lines)))
+    told = [request.outlook.name for request in read_session(path, encode_bytes).requests]
+    assert told == ["SOON", "SOON", "SOON", "LATER", "LATER"]
+    path.write_bytes(b"\n".join(map(orjson.dumps, lines[3:])))
+    assert {request.outlook.name for request in read_session(path, encode_bytes).requests} == {"UNKNOWN"}

@@ -1,9 +1,8 @@
-"""Rows of a comparison as a table and as a chart, in the terminal or as PNG."""
+"""Rows of a comparison as a table and as a chart, in the terminal."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 from rich.bar import Bar
 from rich.console import Console, Group, RenderableType
@@ -114,32 +113,6 @@ def chart(rows: Sequence[Row], *, width: int = 48) -> RenderableType:
                 bars.add_row(Text(row.policy), bar, Text(f"{100 * row.hit_rate:.1f} %"))
         parts.append(bars)
     return Group(*parts)
-
-
-def write_png(rows: Sequence[Row], path: Path) -> bool:
-    """Share served over capacity, a panel a trace; false where matplotlib is not installed."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        return False
-    traces = list(dict.fromkeys(row.trace for row in rows))
-    figure = Figure(figsize=(6 * len(traces), 4.5), layout="constrained")
-    for place, trace in enumerate(traces, 1):
-        axes = figure.add_subplot(1, len(traces), place)
-        for policy, below in dict.fromkeys((row.policy, row.tier_capacity) for row in rows):
-            same = [r for r in rows if (r.trace, r.policy, r.tier_capacity) == (trace, policy, below)]
-            if not same:
-                continue
-            axes.plot(
-                *zip(*sorted((r.capacity, 100 * r.hit_rate) for r in same), strict=True),
-                marker="o",
-                label=f"{policy} over {below:,}" if below else policy,
-                linestyle="--" if policy == OPTIMUM else "-",
-            )
-        axes.set(title=trace, xscale="log", xlabel="capacity (blocks)", ylabel="served (%)")
-        axes.legend(fontsize=8)
-    figure.savefig(path, dpi=150)
-    return True
 
 
 def print_rows(rows: Sequence[Row], *, with_chart: bool, console: Console | None = None) -> None:

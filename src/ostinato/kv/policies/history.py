@@ -26,7 +26,7 @@ class RequestRecord:
     ``turn`` counts from 0, ``message_tokens`` is what came on top of the turn before and its answer,
     ``num_known`` of its ``num_blocks`` blocks had been seen before. Of the first ``num_counted`` it was
     counted which a shadow had; ``went_through`` says for each shadow whether it had them all. ``last`` is
-    where its path ends, while that has still to be counted.
+    where its path ends, while that has still to be counted, and ``order`` when it was used.
     """
 
     num_blocks: int
@@ -40,6 +40,7 @@ class RequestRecord:
     num_counted: int = 0
     went_through: tuple[bool, bool] = (True, True)
     last: Run | None = None
+    order: int = 0
 
 
 class Stand(Candidate):

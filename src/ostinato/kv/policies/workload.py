@@ -224,7 +224,7 @@ class Workload(HistoryPolicy):
         """What has to be done because of a request, and need not be done now."""
         if request.last is None:
             self._counts.append(self._count(request))
-        request.last = self._path[-1]
+        request.last, request.order = self._path[-1], self._order
         request.num_blocks = num_blocks
         if self._now_s >= self._advance_at_s:
             self._lessons.append(self._advance())
@@ -261,9 +261,9 @@ class Workload(HistoryPolicy):
             self.guard.count(lru_hits, our_hits, num_asked - num_counted)
             request.went_through = hits[0] >= num_asked, hits[1] >= num_asked
             request.num_counted = num_asked
-        self._lru.place(path, last.order)
+        self._lru.place(path, request.order)
         yield
-        self._ours.place(path, last.order)
+        self._ours.place(path, request.order)
 
     def _reward(self, runs: list[Run]) -> None:
         """What was used again is a sample: of what it looked like, before it looks otherwise."""
