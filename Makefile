@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 MAKEFLAGS += --no-print-directory
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: help setup run demo test check format docs bench bench-assembly bench-prefix bench-serve bench-policies bench-tiers bench-codecs soak lock clean
+.PHONY: help setup run demo test check format docs bench bench-assembly bench-peers bench-prefix bench-serve bench-policies bench-tiers bench-codecs soak lock clean
 
 help:  ## Show this
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  %-14s %s\n", $$1, $$2}'
@@ -66,6 +66,9 @@ bench-assembly: setup  ## One more turn of a long conversation, and agent sessio
 
 bench-serve: setup  ## What the server adds to the engine
 	$(BIN)/python benchmarks/serve.py
+
+bench-peers: setup  ## vLLM, transformers and KVBoost over HTTP, each installed in build/peers
+	$(BIN)/python benchmarks/peers.py $(PEERS_OPTIONS)
 
 lock:  ## Renew requirements.lock from pyproject.toml
 	rm -rf build/lock && $(PYTHON) -m venv build/lock

@@ -1,0 +1,1 @@
+"""What `peers.py` is made of: workloads, one client for all, environments, servers."""
