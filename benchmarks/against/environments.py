@@ -14,7 +14,10 @@ INSTALL_TIMEOUT_S = 3_600.0
 
 
 class Unavailable(Exception):
-    """This peer cannot take part; the message says why."""
+    """This peer cannot take part; the message says why, with paths from the project's folder on."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason.replace(f"{BUILD.parents[1]}/", ""))
 
 
 @dataclass(frozen=True, slots=True)
