@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from math import inf
 
 import numpy as np
 
 from ostinato.kv.policy import NodeStats
+from ostinato.kv.terms import NO_TERMS, Terms
 
 Tokens = tuple[int, ...]
 
@@ -57,6 +59,10 @@ class NaiveNode:
     last_used: int = 0
     inserted: int = 0
     num_uses: int = 0
+    terms: Terms = NO_TERMS
+    stored: float = 0.0
+    expires: float = inf
+    pins: int = 0
     children: list[NaiveNode] = field(default_factory=list)
 
     @property
@@ -127,17 +133,36 @@ class NaiveIndex:
 
     # ---- changing
 
-    def match(self, namespace: str, tokens: Tokens, limit: int, rank: int) -> tuple[int, list[int], set[int]]:
+    def living_path(self, namespace: str, tokens: Tokens, now: float) -> tuple[list[NaiveNode], int]:
         path, found = self.path(namespace, tokens)
+        for place, node in enumerate(path):
+            if node.expires <= now and not node.pins:
+                return path[:place], node.depth
+        return path, found
+
+    def match(
+        self, namespace: str, tokens: Tokens, limit: int, rank: int, now: float = 0.0, ttl: float = inf
+    ) -> tuple[int, list[int], set[int]]:
+        path, found = self.living_path(namespace, tokens, now)
         for node in path:
             parts_here = node is path[-1] and found < node.end and found < len(tokens)
             if not parts_here:
                 node.last_used = rank
                 node.num_uses += 1
+                node.expires = max(node.expires, now + ttl)
         hit = min(found, limit)
         return hit, *self.table(path, hit)
 
-    def insert(self, namespace: str, tokens: Tokens, table: list[int], rank: int) -> tuple[int, set[int]]:
+    def insert(
+        self,
+        namespace: str,
+        tokens: Tokens,
+        table: list[int],
+        rank: int,
+        now: float = 0.0,
+        ttl: float = inf,
+        terms: Terms = NO_TERMS,
+    ) -> tuple[int, set[int]]:
         """Returns how many tokens are new, and every block on their path."""
         if not tokens:
             return 0, set()
@@ -149,20 +174,24 @@ class NaiveIndex:
                 parent = path[-1] = self.split(parent, found)
             size = self.block_size
             fresh = {k: b for k, b in enumerate(table) if (k + 1) * size > found and k * size < len(tokens)}
-            if path and not parent.children and self.goes_on(parent, len(tokens) - found, rank):
+            if path and not parent.children and self.goes_on(parent, len(tokens) - found, rank, terms):
                 parent.tokens += tokens[found:]
                 parent.entries.update(fresh)
             else:
                 path.append(NaiveNode(parent, tokens[found:], fresh, found, inserted=rank))
+                path[-1].terms, path[-1].stored, path[-1].expires = terms, now, now + ttl
                 parent.children.append(path[-1])
             self.align(path[-1])
         for node in path:
             node.last_used = rank
+            node.expires = max(node.expires, now + ttl)
         blocks, others = self.table(path, len(tokens))
         return len(tokens) - found, set(blocks) | others
 
-    def goes_on(self, leaf: NaiveNode, num_fresh: int, rank: int) -> bool:
+    def goes_on(self, leaf: NaiveNode, num_fresh: int, rank: int, terms: Terms) -> bool:
         """Whether fresh tokens join a leaf: one is shorter than a block, or the policy sees no difference."""
+        if leaf.terms != terms or leaf.pins:
+            return False
         place = (leaf.depth, len(leaf.tokens))
         joined = self.policy.priority(NodeStats(rank, leaf.inserted, leaf.num_uses, *place))
         apart = self.policy.priority(NodeStats(rank, rank, 0, *place))
@@ -174,6 +203,9 @@ class NaiveIndex:
         upper = NaiveNode(parent, node.tokens[: at - node.depth], {}, node.depth)
         upper.entries = {k: b for k, b in node.entries.items() if k * size < at}
         upper.last_used, upper.inserted, upper.num_uses = node.last_used, node.inserted, node.num_uses
+        upper.terms, upper.stored, upper.expires, upper.pins = (
+            node.terms, node.stored, node.expires, node.pins,
+        )  # fmt: skip
         upper.children = [node]
         parent.children[parent.children.index(node)] = upper
         node.entries = {k: b for k, b in node.entries.items() if (k + 1) * size > at}
@@ -218,6 +250,57 @@ class NaiveIndex:
                 leaves.append(parent)
         return len(before - self.owned())
 
+    def evict_from(self, namespace: str, num_blocks: int, held: set[int]) -> int:
+        """The same out of one namespace, and no more than it has."""
+        before = self.owned() - held
+        while len(before - self.owned()) < num_blocks:
+            leaves = [n for n in self.nodes(namespace) if not n.children]
+            victims = [n for n in leaves if n.entries[max(n.entries)] not in held]
+            if not victims:
+                break
+            victim = min(victims, key=lambda node: self.policy.priority(node.stats()))
+            while (
+                victim.entries
+                and victim.entries[max(victim.entries)] not in held
+                and len(before - self.owned()) < num_blocks
+            ):
+                self.drop_tail(victim)
+        return len(before - self.owned())
+
+    def expire(self, now: float, held: set[int]) -> None:
+        due = sorted((n for n in self.nodes() if n.expires <= now), key=lambda node: -node.depth)
+        for node in due:
+            while node.entries and not node.children and node.entries[max(node.entries)] not in held:
+                self.drop_tail(node)
+
+    def purge(self, namespace: str, is_meant) -> set[int]:
+        """Drops what is meant and all below it, held or not; returns the blocks of what went."""
+        lost: set[int] = set()
+        while meant := [node for node in self.nodes(namespace) if is_meant(node)]:
+            top = meant[0]
+            below = [top]
+            for node in below:
+                below += node.children
+                lost |= set(node.entries.values())
+            top.children, top.entries = [], {0: -1}
+            top.depth, top.tokens = 0, ()
+            self.drop_tail(top)
+        return lost
+
+    def pin(self, namespace: str, tokens: Tokens) -> set[int]:
+        path, found = self.path(namespace, tokens)
+        assert found == len(tokens)
+        if found < path[-1].end:
+            path[-1] = self.split(path[-1], found)
+        for node in path:
+            node.pins += 1
+        blocks, others = self.table(path, found)
+        return set(blocks) | others
+
+    def unpin(self, namespace: str, tokens: Tokens) -> None:
+        for node in self.path(namespace, tokens)[0]:
+            node.pins -= 1
+
     def drop_tail(self, leaf: NaiveNode) -> None:
         at = max(leaf.entries)
         del leaf.entries[at]
@@ -234,11 +317,14 @@ class NaiveIndex:
             self.merge(parent, parent.children[0])
 
     def merge(self, upper: NaiveNode, lower: NaiveNode) -> None:
+        if (upper.terms, upper.pins, upper.expires) != (lower.terms, lower.pins, lower.expires):
+            return
         differ = self.policy.priority(upper.stats()) != self.policy.priority(lower.stats())
         if min(len(upper.tokens), len(lower.tokens)) >= self.block_size and differ:
             return
         if len(lower.tokens) < len(upper.tokens):
             lower.last_used, lower.inserted, lower.num_uses = upper.last_used, upper.inserted, upper.num_uses
+        lower.stored = min(lower.stored, upper.stored)
         lower.tokens = upper.tokens + lower.tokens
         lower.entries = upper.entries | lower.entries
         lower.depth, lower.parent = upper.depth, upper.parent

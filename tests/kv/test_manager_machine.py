@@ -7,6 +7,7 @@ still read its own prefix out of its slots, hits as well as what it wrote itself
 """
 
 from dataclasses import dataclass, field
+from math import inf
 
 import numpy as np
 from hypothesis import settings
@@ -14,13 +15,16 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from naive_kv import POLICIES, NaiveIndex, as_array
 
+from ostinato.errors import PinRefusedError
 from ostinato.events import BlocksEvicted, BlocksStored
 from ostinato.kv.hashing import Namespace
 from ostinato.kv.manager import KVManager, Lease
+from ostinato.kv.terms import Allowance, Allowances, Purged, Selection, Terms, prompt_id
 from ostinato.types import SlotCopy
 
 NAMESPACES = {salt: Namespace("w", "t", "c", "l", "d", "r", salt=salt) for salt in "ab"}
 GARBAGE = -1
+MENU = prompt_id("menu")
 
 
 @dataclass(eq=False)
@@ -34,10 +38,36 @@ class Sequence:
     num_committed: int = 0
     copies: list[SlotCopy] = field(default_factory=list)  # handed out, not run yet
     source: set[int] = field(default_factory=set)
+    terms: Terms = field(default_factory=Terms)
+    is_purged: bool = False
 
     @property
     def held(self) -> set[int]:
         return set(self.lease.block_ids.tolist()) | self.also_held | self.source
+
+
+@dataclass(eq=False)
+class Pinned:
+    id: str
+    salt: str
+    tokens: tuple[int, ...]
+    held: set[int]
+    table: list[int]
+    terms: Terms
+    expires: float
+
+
+class Hand:
+    now_s = 0.0
+
+    def now(self):
+        return self.now_s
+
+    def monotonic(self):
+        return self.now_s
+
+
+some_terms = st.builds(Terms, st.sampled_from([inf, inf, 3.0, 8.0]), st.sampled_from(["", "", MENU]))
 
 
 class ManagerMachine(RuleBasedStateMachine):
@@ -45,10 +75,24 @@ class ManagerMachine(RuleBasedStateMachine):
         num_blocks=st.integers(1, 24),
         block_size=st.sampled_from([1, 2, 4, 8]),
         policy=st.sampled_from(POLICIES),
+        quotas=st.fixed_dictionaries({salt: st.none() | st.integers(0, 12) for salt in NAMESPACES}),
     )
-    def start(self, num_blocks, block_size, policy):
+    def start(self, num_blocks, block_size, policy, quotas):
         self.events = []
-        self.manager = KVManager(num_blocks, block_size, policy=policy(), observer=self.events.append)
+        self.clock = Hand()
+        self.quotas = quotas
+        self.pins = []
+        self.manager = KVManager(
+            num_blocks,
+            block_size,
+            policy=policy(),
+            observer=self.events.append,
+            clock=self.clock,
+            allowances=Allowances(
+                by_tenant={NAMESPACES[salt].tenant: Allowance(most) for salt, most in quotas.items()}
+            ),
+            pinned_share=0.5,
+        )
         self.naive = NaiveIndex(block_size, policy())
         self.size = block_size
         self.rank = 0
@@ -60,7 +104,39 @@ class ManagerMachine(RuleBasedStateMachine):
     # ---- what the machine knows
 
     def held(self):
-        return set().union(*(sequence.held for sequence in self.sequences))
+        return set().union(*(holder.held for holder in (*self.sequences, *self.pins)))
+
+    def pinned(self):
+        return set().union(*(pin.held for pin in self.pins))
+
+    def used_by(self, salt):
+        """Blocks of a tenant: held by its sequences and pins, or kept for it."""
+        own = [holder.held for holder in (*self.sequences, *self.pins) if holder.salt == salt]
+        kept = [block for node in self.naive.nodes(salt) for block in node.entries.values()]
+        return set().union(*own, kept)
+
+    def num_over(self, salt, num_more=0):
+        """How many blocks a tenant has to give up to have room for some more."""
+        quota = self.quotas[salt]
+        return 0 if quota is None else max(0, len(self.used_by(salt)) + num_more - quota)
+
+    def give_up_excess(self, salt):
+        self.naive.evict_from(salt, self.num_over(salt), self.held())
+
+    def expire(self):
+        for pin in [pin for pin in self.pins if pin.expires <= self.clock.now_s]:
+            self.unpin_naively(pin)
+        self.naive.expire(self.clock.now_s, self.held())
+
+    def unpin_naively(self, pin):
+        self.pins.remove(pin)
+        self.naive.unpin(pin.salt, pin.tokens)
+
+    def out_of_reach(self, sequence):
+        """Blocks that the only sequence cannot have: others' pins, and what its copies need."""
+        table, pinned = sequence.lease.block_ids.tolist(), self.pinned()
+        copies = sequence.lease.num_tokens_reserved % self.size != 0
+        return len(pinned - set(table)) + (copies and table[-1] in pinned) + len(sequence.source - pinned)
 
     def free(self):
         return set(range(self.manager.num_blocks)) - self.held() - self.naive.owned()
@@ -89,19 +165,93 @@ class ManagerMachine(RuleBasedStateMachine):
         return tokens
 
     @precondition(lambda self: len(self.sequences) < 4)
-    @rule(data=st.data(), salt=st.sampled_from("aaab"))
-    def acquire(self, data, salt):
-        self.start_sequence(salt, self.draw_prompt(data))
+    @rule(data=st.data(), salt=st.sampled_from("aaab"), terms=some_terms)
+    def acquire(self, data, salt, terms):
+        self.start_sequence(salt, self.draw_prompt(data), terms)
 
-    @rule(data=st.data(), salt=st.sampled_from("aaab"), keep=st.booleans())
-    def request(self, data, salt, keep):
+    @rule(num_s=st.integers(1, 5))
+    def wait(self, num_s):
+        self.clock.now_s += num_s
+
+    @rule(data=st.data(), salt=st.sampled_from("aaab"), terms=some_terms, ttl=st.sampled_from([inf, 4.0]))
+    def pin(self, data, salt, terms, ttl):
+        tokens, now = self.draw_prompt(data), self.clock.now_s
+        self.rank += 1
+        self.expire()
+        found = self.naive.living_path(salt, tokens, now)[1]
+        tokens = tokens[: found // self.size * self.size]
+        expected = None
+        if tokens:
+            _, table, others = self.naive.match(salt, tokens, len(tokens), self.rank, now, terms.ttl_s)
+            num_new = len({*table, *others} - self.pinned())
+            own = set().union(*(pin.held for pin in self.pins if pin.salt == salt))
+            quota = self.manager.num_blocks if self.quotas[salt] is None else self.quotas[salt]
+            too_many = len(self.pinned()) + num_new > self.manager.num_blocks // 2
+            expected = not (too_many or len(own) + num_new > quota)
+        try:
+            pin = self.manager.pin(NAMESPACES[salt], as_array((*tokens, 7)), ttl_s=ttl, terms=terms)
+        except PinRefusedError:
+            assert expected is False
+            return
+        assert expected is (None if pin is None else True)
+        if pin is None:
+            return
+        known = [item for item in self.pins if item.id == pin.id]
+        if known:
+            known[0].expires = now + ttl
+        else:
+            held = self.naive.pin(salt, tokens)
+            self.pins.append(Pinned(pin.id, salt, tokens, held, table, terms, now + ttl))
+        assert (pin.num_tokens, pin.expires_in_s) == (len(tokens), ttl)
+
+    @precondition(lambda self: self.pins)
+    @rule(data=st.data())
+    def unpin(self, data):
+        pin = data.draw(st.sampled_from(self.pins))
+        for other in [other for other in self.pins if other.expires <= self.clock.now_s]:
+            self.unpin_naively(other)
+        assert self.manager.unpin(pin.id) == (pin in self.pins)
+        if pin in self.pins:
+            self.unpin_naively(pin)
+            self.give_up_excess(pin.salt)
+
+    @rule(
+        salt=st.sampled_from(["a", "b", "b", None]),
+        prompt=st.sampled_from([None, None, "", MENU, MENU]),
+        min_age=st.sampled_from([0.0, 0.0, 3.0]),
+    )
+    def purge(self, salt, prompt, min_age):
+        selection = Selection(NAMESPACES[salt].tenant if salt else None, None, prompt, min_age)
+        salts, now, free = [salt] if salt else list(NAMESPACES), self.clock.now_s, self.free()
+        num_cached, num_pins = self.naive.num_tokens(), len(self.pins)
+
+        def is_meant(node):
+            return prompt in (None, node.terms.prompt) and now - node.stored >= min_age
+
+        for pin in list(self.pins):
+            if pin.salt in salts and any(map(is_meant, self.naive.path(pin.salt, pin.tokens)[0])):
+                self.unpin_naively(pin)
+        lost = set().union(*(self.naive.purge(name, is_meant) for name in salts))
+        for sequence in self.sequences:
+            is_named = prompt in (None, sequence.terms.prompt) and min_age <= 0
+            if sequence.salt in salts and (is_named or lost & sequence.held):
+                sequence.is_purged = True
+        assert self.manager.purge(selection) == Purged(
+            num_cached - self.naive.num_tokens(),
+            len(self.free() - free),
+            len(lost & self.held()),
+            num_pins - len(self.pins),
+        )
+
+    @rule(data=st.data(), salt=st.sampled_from("aaab"), keep=st.booleans(), terms=some_terms)
+    def request(self, data, salt, keep, terms):
         """A whole request at once, unless there is no room; it may stay and generate."""
         if len(self.sequences) > 5:
             self.drop(self.sequences[0])
-        self.run_request(salt, self.draw_prompt(data), keep)
+        self.run_request(salt, self.draw_prompt(data), keep, terms)
 
-    def run_request(self, salt, tokens, keep):
-        sequence = self.start_sequence(salt, tokens)
+    def run_request(self, salt, tokens, keep, terms=Terms()):  # noqa: B008 - frozen
+        sequence = self.start_sequence(salt, tokens, terms)
         if self.reserve_for(sequence, len(tokens), 0) and len(tokens) > len(sequence.tokens):
             self.write_for(sequence, tokens)
             self.commit_for(sequence, len(tokens))
@@ -127,16 +277,22 @@ class ManagerMachine(RuleBasedStateMachine):
     def drop(self, sequence):
         self.sequences.remove(sequence)
         sequence.lease.release()
+        self.give_up_excess(sequence.salt)
 
-    def start_sequence(self, salt, tokens):
+    def start_sequence(self, salt, tokens, terms=Terms()):  # noqa: B008 - frozen
         prompt = as_array(tokens)
+        self.manager.pins()  # those whose time is up end here
+        for pin in [pin for pin in self.pins if pin.expires <= self.clock.now_s]:
+            self.unpin_naively(pin)
         peeked = self.manager.peek(NAMESPACES[salt], prompt)
-        lease = self.manager.acquire(NAMESPACES[salt], prompt)
+        lease = self.manager.acquire(NAMESPACES[salt], prompt, terms=terms)
         self.rank += 1
-        hit, table, others = self.naive.match(salt, tokens, max(0, len(tokens) - 1), self.rank)
+        self.expire()
+        limit, now = max(0, len(tokens) - 1), self.clock.now_s
+        hit, table, others = self.naive.match(salt, tokens, limit, self.rank, now, terms.ttl_s)
         assert lease.prefix_len == peeked == hit
         assert lease.block_ids.tolist() == table
-        self.sequences.append(Sequence(lease, salt, tokens[:hit], others, num_committed=hit))
+        self.sequences.append(Sequence(lease, salt, tokens[:hit], others, num_committed=hit, terms=terms))
         return self.sequences[-1]
 
     @precondition(lambda self: self.sequences)
@@ -152,12 +308,13 @@ class ManagerMachine(RuleBasedStateMachine):
         num_missing = max(0, -(-num_tokens // size) - len(table) + copies)
         num_evictable = len(self.naive.owned() - held)
         num_events, num_cached = len(self.events), self.naive.num_tokens()
+        num_over = self.num_over(sequence.salt, num_missing)
 
         fits = num_missing <= len(free) + num_evictable
         takes_over = (
             not fits
             and len(self.sequences) == 1
-            and -(-num_tokens // size) + len(sequence.source) <= self.manager.num_blocks
+            and -(-num_tokens // size) + self.out_of_reach(sequence) <= self.manager.num_blocks
         )
         assert lease.reserve(num_tokens, spare_tokens=num_spare) == (fits or takes_over)
         if not (fits or takes_over):
@@ -166,16 +323,21 @@ class ManagerMachine(RuleBasedStateMachine):
             return False
         if takes_over:
             self.naive.roots.clear()
+            for pin in self.pins:
+                self.naive.insert(
+                    pin.salt, pin.tokens, pin.table, self.rank, self.clock.now_s, pin.terms.ttl_s,
+                    pin.terms,
+                )  # fmt: skip
+                pin.held = self.naive.pin(pin.salt, pin.tokens)
             sequence.also_held = set()
-            copies = False
-        elif num_missing > len(free):
-            self.naive.evict(num_missing - len(free), held)
-        if num_cached != self.naive.num_tokens():
-            event = self.events[-1]
-            assert isinstance(event, BlocksEvicted)
-            assert event.num_tokens == num_cached - self.naive.num_tokens()
-        else:
-            assert len(self.events) == num_events
+            copies = bool(copies and table[-1] in self.pinned())
+        elif num_missing:
+            self.naive.evict_from(sequence.salt, num_over, held)
+            num_free = self.manager.num_blocks - len(held | self.naive.owned())
+            self.naive.evict(max(0, num_missing - num_free), held)
+        said = self.events[num_events:]
+        assert all(isinstance(event, BlocksEvicted) for event in said)
+        assert sum(event.num_tokens for event in said) == num_cached - self.naive.num_tokens()
 
         grown = lease.block_ids.tolist()
         assert lease.num_tokens_reserved == len(grown) * size >= num_tokens or num_missing == 0
@@ -200,9 +362,9 @@ class ManagerMachine(RuleBasedStateMachine):
             self.drop(other)
         everything = self.manager.num_blocks * self.size
         self.reserve_for(sequence, everything - data.draw(st.integers(0, everything)), num_spare)
-        pinned = len(sequence.source)
-        assert self.reserve_for(sequence, everything, num_spare) == (not pinned)
-        assert self.reserve_for(sequence, everything - pinned * self.size, num_spare)
+        missing = self.out_of_reach(sequence)
+        assert self.reserve_for(sequence, everything, num_spare) == (not missing)
+        assert self.reserve_for(sequence, everything - missing * self.size, num_spare)
         assert not self.reserve_for(sequence, everything + 1, num_spare)
 
     @precondition(lambda self: self.sequences)
@@ -247,7 +409,13 @@ class ManagerMachine(RuleBasedStateMachine):
         assert not sequence.copies
         num_new = lease.commit(as_array(tokens))
         self.rank += 1
-        expected, path = self.naive.insert(sequence.salt, tokens, table, self.rank)
+        if sequence.is_purged:
+            assert num_new == 0
+            sequence.num_committed, sequence.source = end, set()
+            return
+        expected, path = self.naive.insert(
+            sequence.salt, tokens, table, self.rank, self.clock.now_s, sequence.terms.ttl_s, sequence.terms
+        )
         assert num_new == expected
         if num_new:
             sequence.also_held |= path - set(table)
@@ -288,6 +456,11 @@ class ManagerMachine(RuleBasedStateMachine):
         manager.check_integrity()
         held, owned = self.held(), self.naive.owned()
         assert manager.num_held_blocks == len(held)
+        assert manager.num_pinned_blocks == len(self.pinned())
+        used = {use.tenant: use.num_blocks for use in manager.tenants()}
+        for salt, namespace in NAMESPACES.items():
+            assert used.get(namespace.tenant, 0) == len(self.used_by(salt))
+            assert all(sequence.lease.is_purged == sequence.is_purged for sequence in self.sequences)
         assert manager.num_evictable_blocks == len(owned - held)
         assert manager.num_free_blocks == len(self.free())
         assert manager.num_cached_tokens == self.naive.num_tokens()
@@ -324,6 +497,8 @@ class ManagerMachine(RuleBasedStateMachine):
             return
         for sequence in self.sequences:
             sequence.lease.release()
+        for pin in self.pins:
+            self.manager.unpin(pin.id)
         assert self.manager.num_held_blocks == 0
         self.manager.clear()
         assert self.manager.num_free_blocks == self.manager.num_blocks

@@ -16,8 +16,8 @@ Three invariants carry everything else; ``check_integrity`` asserts the first tw
   number is exact. The manager does its part by holding what ``match`` and ``insert`` report.
 - *The entries of one block lie next to each other on one path*, so one chain of leaves gives it up.
 - *Nodes are bounded by blocks.* Only commits add nodes, and a node left with one child is merged with it
-  when one of the two is shorter than a block or the policy cannot tell them apart. (Of different terms, or
-  pinned differently, they stay apart: then tokens are the bound.)
+  when one of the two is shorter than a block or the policy cannot tell them apart. (Of different terms or
+  deadlines, or pinned differently, they stay apart: then tokens are the bound.)
 
 Every node has a deadline: some use, and the time to live that its user asked for. What is used is used up to
 the root, so a parent's deadline is never before its child's, and what has expired can be dropped from the
@@ -676,6 +676,8 @@ class PrefixIndex:
         assert parent is not None, "merged a root"
         if upper.terms != lower.terms or upper.num_pins != lower.num_pins:
             return 0
+        if upper.expires_s != lower.expires_s:
+            return 0  # neither shall go with the other, or stay for it
         if self._policy is None:
             if upper.tag is not lower.tag:
                 return 0
@@ -685,7 +687,7 @@ class PrefixIndex:
                 return 0
         if lower.num_tokens < upper.num_tokens:
             lower.last_used, lower.inserted, lower.num_uses = upper.last_used, upper.inserted, upper.num_uses
-        lower.stored_s = min(lower.stored_s, upper.stored_s)  # the deadline is the lower one's: the earlier
+        lower.stored_s = min(lower.stored_s, upper.stored_s)
         kept, overridden = upper.blocks, upper.blocks[:0]
         if lower.depth_tokens % size:
             kept, overridden = upper.blocks[:-1], upper.blocks[-1:]

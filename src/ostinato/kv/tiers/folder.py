@@ -194,7 +194,8 @@ class Folder:
     def _open_environment(self, *, sync: bool) -> lmdb.Environment:
         return lmdb.open(
             str(self.path / "index"),
-            map_size=max(8 << 20, self.geometry.num_slots * 4096),
+            # Far more than is used: while somebody reads, or died reading, old pages cannot be used again.
+            map_size=max(64 << 20, self.geometry.num_slots * 8192),
             max_dbs=MAX_DATABASES,
             max_readers=2048,
             mode=0o600,

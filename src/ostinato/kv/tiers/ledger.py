@@ -113,6 +113,10 @@ class Ledger:
         data = txn.get(tenant, db=self._tenants)
         return 0 if data is None else int.from_bytes(data, "little")
 
+    def has(self, txn: lmdb.Transaction, tenant: bytes, slot: int) -> bool:
+        """Whether a slot is this tenant's."""
+        return txn.get(tenant + _BIG.pack(slot), db=self._owned) is not None
+
     def slots(self, txn: lmdb.Transaction, tenant: bytes) -> list[int]:
         """Which."""
         cursor = txn.cursor(db=self._owned)

@@ -313,7 +313,9 @@ class SharedTier:
                     assert 0 < size <= self.slot_bytes, f"{size} bytes for a slot of {self.slot_bytes}"
                     prepared.append(self._prepare(txn, key, size))
                 txn.put(_GENERATION, self._generation.to_bytes(8, "little"), db=self._meta)
-        except (OSError, lmdb.Error):
+        except (OSError, lmdb.Error) as error:
+            if isinstance(error, lmdb.MapFullError):
+                self._env.reader_check()  # so that the next one has room, if somebody died reading
             for record in prepared:
                 if isinstance(record, Record):
                     self._writing.pop(record.generation, None)
@@ -538,12 +540,19 @@ class SharedTier:
         """
         assert selection.min_age_s <= 0 or self._clock is not None, "an age needs a clock"
         try:
-            with self._env.begin(write=True) as txn:
-                generation = int.from_bytes(_get(txn, _GENERATION, self._meta) or b"", "little")
-                purge = purge_of(selection, generation=generation, now_ms=self._now_ms())
-                self._ledger.announce(txn, purge)
+            try:
+                self._announce(selection)
+            except lmdb.MapFullError:
+                self._env.reader_check()  # who died reading keeps pages from being used again
+                self._announce(selection)
         except lmdb.Error as error:
             raise TierError(f"the KV tier in {self._folder.path} cannot be purged: {error}") from error
+
+    def _announce(self, selection: Selection) -> None:
+        with self._env.begin(write=True) as txn:
+            generation = int.from_bytes(_get(txn, _GENERATION, self._meta) or b"", "little")
+            purge = purge_of(selection, generation=generation, now_ms=self._now_ms())
+            self._ledger.announce(txn, purge)
 
     def finish_purges(self) -> int:
         """Drops whatever the announced purges mean; returns how many blocks. Reads the whole index.
@@ -662,8 +671,8 @@ class SharedTier:
             owner, candidates = self._own_candidates
             while owner == tenant and candidates:
                 slot, rank = candidates.popleft()
-                if slot in line or self._get_rank(slot) != rank:
-                    continue
+                if slot in line or self._get_rank(slot) != rank or not self._ledger.has(txn, tenant, slot):
+                    continue  # ranks are read without a lock: the slot may be another's by now
                 if self._vacate(txn, slot, _Reason.QUOTA):
                     return slot
             slots = np.array(self._ledger.slots(txn, tenant), np.intp)
