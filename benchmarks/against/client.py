@@ -9,12 +9,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import httpx2
 import openai
 
 from .workloads import Message, Session, Workload
 
 # As fast as the slowest of the peers, 32 in a row behind it; what takes longer hangs.
 REQUEST_TIMEOUT_S = 600.0
+
+
+class Failed(Exception):
+    """A peer did not get through a workload; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,11 +79,19 @@ def run(workload: Workload, url: str, count_tokens: Callable[[str], int], limit_
     """All sessions of a workload against the server at ``url``.
 
     Raises:
-        TimeoutError: it took longer than ``limit_s``.
-        openai.OpenAIError: the server refused, or went away.
-        ValueError: an answer without a token.
+        Failed: it took longer than ``limit_s``; or the server refused, went away, or said nothing.
     """
-    return asyncio.run(_run(workload, url, count_tokens, limit_s))
+    try:
+        return asyncio.run(_run(workload, url, count_tokens, limit_s))
+    except TimeoutError:
+        raise Failed(f"took longer than {limit_s:.0f} s") from None
+    except (openai.OpenAIError, httpx2.HTTPError, ExceptionGroup) as error:
+        first: Exception = error
+        while isinstance(first, ExceptionGroup):
+            first = first.exceptions[0]
+        if not isinstance(first, Failed | openai.OpenAIError | httpx2.HTTPError):
+            raise  # a mistake of this benchmark, not of a peer
+        raise Failed(f"{type(first).__name__}: {first}") from error
 
 
 async def _run(workload: Workload, url: str, count_tokens: Callable[[str], int], limit_s: float) -> Run:
@@ -138,7 +151,7 @@ class _Talker:
                 pieces_s.append(time.perf_counter())
         text = "".join(pieces)
         if not pieces:
-            raise ValueError(f"no text in the answer of turn {turn} of session {number}")
+            raise Failed(f"no text in the answer of turn {turn} of session {number}")
         details = usage.prompt_tokens_details if usage is not None else None
         return Answer(
             session=number,

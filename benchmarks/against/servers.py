@@ -91,8 +91,7 @@ def kvboost(programs: Path, launch: Launch) -> Command:
 
 
 def llama_cpp(programs: Path, launch: Launch) -> Command:
-    if launch.gguf is None:
-        raise Unavailable("llama.cpp reads GGUF only: name the same model's file with --gguf")
+    assert launch.gguf is not None, "checked with the options"
     arguments = [str(programs / "llama-server"), "--model", str(launch.gguf), "--host", "127.0.0.1"]
     arguments += ["--port", str(launch.port), "--threads", str(launch.threads), "--parallel", "32"]
     arguments += ["--ctx-size", str(KV_GIB * 2**30 // 46_080), "--cache-reuse", "256", "--jinja"]
