@@ -61,6 +61,10 @@ def engine_options(command: F) -> F:
             click.option("--max-batch-tokens", type=int, help="Rows of one engine step at most."),
             click.option("--max-sequences", type=int, help="Sequences that run at once."),
             click.option("--max-waiting", type=int, help="Sequences that wait; more are refused."),
+            click.option(
+                "--itl-target-ms", type=float, help="Longest pause between tokens while prompts are computed."
+            ),
+            click.option("--deadline", type=float, help="Seconds a request has where it does not say."),
             click.option("--dtype", type=click.Choice(["auto", "float32", "bfloat16", "float16"])),
             click.option("--device", help="Where torch computes: cpu, cuda, …"),
             click.option("--template", help="auto, chatml, …, or a file with a Jinja template."),
@@ -179,7 +183,7 @@ def serve(model: str | None, **options: Any) -> None:
     warming = _warming(runtime, settings)
 
     def ready(url: str) -> None:
-        click.echo(_welcome(url, runtime.model_name, runtime.health().num_blocks, settings))
+        click.echo(_welcome(url, runtime, settings))
         if warming is not None:
             warming.start()
 
@@ -218,9 +222,11 @@ def _warming(runtime: Runtime, settings: Settings) -> BackgroundWarming | None:
     )
 
 
-def _welcome(url: str, model: str, num_blocks: int, settings: Settings) -> str:
+def _welcome(url: str, runtime: Runtime, settings: Settings) -> str:
+    model = runtime.model_name
     return f"""
-Serving {model} at {url} (room for {num_blocks * settings.block_size:,} tokens of KV)
+Serving {model} at {url}
+{runtime.ledger}
 
     from openai import OpenAI
 

@@ -43,6 +43,9 @@ class Settings:
         max_batch_tokens: rows of one engine step at most; a long prompt is computed in chunks of this.
         max_sequences: sequences that run at once; more wait.
         max_waiting: sequences that wait at most; more are refused (HTTP 429).
+        itl_target_ms: milliseconds between two tokens of an answer to keep to while prompts are computed
+            beside it; ``None``: four times what it is without.
+        deadline: seconds that a request has where it does not say; ``None``: all it needs.
         dtype: ``auto`` (float32 on CPU, the model's own elsewhere), ``float32``, ``bfloat16``, ``float16``.
         device: where torch computes.
         template: ``auto`` (the model's own), a named template, or a file with a Jinja template.
@@ -90,6 +93,8 @@ class Settings:
     max_batch_tokens: int = 512
     max_sequences: int = 64
     max_waiting: int = 1024
+    itl_target_ms: float | None = None
+    deadline: float | None = None
     dtype: str = "auto"
     device: str = "cpu"
     template: str = "auto"
@@ -196,6 +201,9 @@ class Settings:
             )
         if self.cache_ttl is not None and not self.cache_ttl >= 1:
             raise ParameterError("cache_ttl must be at least 1 second", param="cache_ttl")
+        for name in ("itl_target_ms", "deadline"):
+            if (limit := getattr(self, name)) is not None and not limit > 0:
+                raise ParameterError(f"{name} must be above 0", param=name)
         if not 0 <= self.pinned_share <= 1:
             raise ParameterError("pinned_share must be between 0 and 1", param="pinned_share")
         if not 0 <= self.port <= 65535:

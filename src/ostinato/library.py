@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import operator
 import os
@@ -55,7 +56,10 @@ if TYPE_CHECKING:
     from .prompt.tokens import HFTokenizer
     from .request_log import RequestLog
 
+_log = logging.getLogger(__name__)
+
 _WRITE_BACK_BYTES = 64 << 20
+_SPARE_BYTES = 512 << 20  # of memory, for all that is neither weights nor KV
 """What blocks on their way to the shared tier may take; more are not stored."""
 
 ConversationLike: TypeAlias = Conversation | SequenceOf[Mapping[str, Any] | Message] | str
@@ -107,8 +111,8 @@ class Engine:
 
     Keyword arguments of the methods are the fields of :class:`~ostinato.types.SamplingParams`, ``n``
     (choices), ``salt`` (keeps this caller's KV apart), ``cache_ttl`` (seconds after its last use for which it
-    is kept) and ``session`` (an id, or a :class:`~ostinato.types.Session`: a hint of what is worth keeping),
-    and for conversations:
+    is kept), ``deadline`` (seconds that the answer may take; then it ends with what it has) and ``session``
+    (an id, or a :class:`~ostinato.types.Session`: a hint of what is worth keeping), and for conversations:
 
     - ``tools``: what the model may call, in OpenAI's form. Calls come back as ``tool_calls``.
     - ``trim``: ``"off"``, ``"drop"``, ``"shorten"``, ``"sticky"``, or :class:`~ostinato.types.TrimRules` (or
@@ -250,6 +254,7 @@ class Engine:
     def _prepare(self, request: GenerationRequest, options: dict[str, Any]) -> Prepared:
         num_choices = options.pop("n", 1)
         ttl_s = options.pop("cache_ttl", None)
+        deadline_s = options.pop("deadline", None)
         session = options.pop("session", None)
         if isinstance(session, str):
             session = Session(session)
@@ -272,6 +277,7 @@ class Engine:
                 salt=salt,
                 session=session,
                 cache_ttl_s=ttl_s,
+                deadline_s=deadline_s,
             )
         )
 
@@ -446,7 +452,12 @@ def _start(
         runner,
         manager,
         clock,
-        BatchingSettings(settings.max_batch_tokens, settings.max_sequences, settings.max_waiting),
+        BatchingSettings(
+            settings.max_batch_tokens,
+            settings.max_sequences,
+            settings.max_waiting,
+            itl_target_s=None if settings.itl_target_ms is None else settings.itl_target_ms / 1e3,
+        ),
         observer=lambda event: runtime.observe(event),
         worker=worker,
         tier_link=link,
@@ -473,21 +484,37 @@ def _start(
         clock=clock,
         tier_link=link,
         sessions=sessions,
+        deadline_s=math.inf if settings.deadline is None else settings.deadline,
         keeper=Keeper(manager, tier, block_bytes),
     )
     return runtime
 
 
 def _num_blocks(settings: Settings, info: RunnerInfo) -> int:
-    """How many blocks the KV capacity makes."""
+    """How many blocks the KV capacity makes, and memory holds beside what is loaded already."""
+    import psutil
+
     block_bytes = info.kv_bytes_per_token * settings.block_size
+    capacity = settings.kv_cache
+    if settings.device == "cpu":
+        memory = psutil.virtual_memory()
+        if capacity > memory.total:
+            raise ParameterError(
+                f"kv_cache is {capacity / 2**30:.1f} GiB, but this machine has {memory.total / 2**30:.1f}: lower it",
+                param="kv_cache",
+            )
+        most = max(memory.available - _SPARE_BYTES, 0)
+        if capacity > most:
+            text = "kv_cache is %.1f GiB, but %.1f GiB of memory are left: taking those"
+            _log.warning(text, capacity / 2**30, most / 2**30)
+            capacity = most
     # A model without reuse keeps its state itself: blocks then only count tokens.
-    num_blocks = settings.kv_cache // block_bytes if block_bytes else info.max_model_len
+    num_blocks = capacity // block_bytes if block_bytes else info.max_model_len
     num_blocks = min(num_blocks, (2**31 - 1) // settings.block_size)  # slots are numbered in 32 bits
     if num_blocks < 2:
         raise ParameterError(
-            f"kv_cache is {settings.kv_cache} bytes, but two blocks of this model need {2 * block_bytes}: "
-            "raise it",
+            f"there are {capacity} bytes for KV, but two blocks of this model need {2 * block_bytes}: "
+            "raise kv_cache, or free memory",
             param="kv_cache",
         )
     return num_blocks

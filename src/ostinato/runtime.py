@@ -166,6 +166,40 @@ class RequestHandle:
         self._batcher.cancel(self._sequences)
 
 
+@dataclass(frozen=True, slots=True)
+class Ledger:
+    """What memory goes to, and what it holds. Bytes and tokens.
+
+    ``kv_bytes_per_token`` 0: the model keeps its state itself.
+    """
+
+    weight_bytes: int
+    kv_bytes: int
+    kv_bytes_per_token: int
+    kv_tokens: int
+    max_model_len: int
+
+    def __str__(self) -> str:
+        lines = [f"weights    {_size(self.weight_bytes)}"]
+        if self.kv_bytes_per_token:
+            lines += [
+                f"KV         {_size(self.kv_bytes)}, {_size(self.kv_bytes_per_token)} a token: "
+                f"{self.kv_tokens:,} tokens",
+                f"that is    {self.kv_tokens // self.max_model_len} conversations of {self.max_model_len:,} "
+                f"tokens at once, {self.kv_tokens // 1024} of 1,024",
+            ]
+        return "\n".join(lines)
+
+
+def _size(num_bytes: int) -> str:
+    size, unit = float(num_bytes), "B"
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024 or unit == "GiB":
+            break
+        size /= 1024
+    return f"{size:,.0f} {unit}" if size >= 100 or unit == "B" else f"{size:,.1f} {unit}"
+
+
 class Runtime:
     """Takes requests, gives answers. Thread-safe; one per model.
 
@@ -186,6 +220,7 @@ class Runtime:
         tier_link: TierLink | None = None,
         sessions: Sessions | None = None,
         keeper: Keeper | None = None,
+        deadline_s: float = inf,
     ) -> None:
         """``tier_link``: the engine's own, to report on; closed with the engine."""
         self.model_name = model_name
@@ -201,9 +236,16 @@ class Runtime:
         self._sessions = sessions
         self._eos_token_ids = eos_token_ids
         self._tier_link = tier_link
+        self._deadline_s = deadline_s
         self._accepting = True
         self._active: set[RequestHandle] = set()
         self._idle = threading.Condition()
+
+    @property
+    def ledger(self) -> Ledger:
+        num_tokens = self._manager.num_blocks * self._manager.block_size
+        each = self.info.kv_bytes_per_token
+        return Ledger(self.info.weight_bytes, each * num_tokens, each, num_tokens, self.max_model_len)
 
     @property
     def max_model_len(self) -> int:
@@ -327,6 +369,9 @@ class Runtime:
         ttl_s = request.cache_ttl_s
         if ttl_s is not None and not (_is_number(ttl_s) and ttl_s >= MIN_TTL_S):
             raise ParameterError(f"cache_ttl_s must be at least {MIN_TTL_S:g} seconds", param="cache_ttl_s")
+        deadline_s = request.deadline_s
+        if deadline_s is not None and not (_is_number(deadline_s) and deadline_s > 0):
+            raise ParameterError("deadline must be seconds above 0", param="deadline")
         if not _is_whole(request.num_choices) or not 1 <= request.num_choices <= MAX_CHOICES:
             raise ParameterError(f"n must be between 1 and {MAX_CHOICES}", param="n")
         if isinstance(request.prompt, tuple) and any(
@@ -413,6 +458,7 @@ class Runtime:
                     offers_tools=isinstance(request.prompt, Conversation) and bool(request.prompt.tools),
                     session=request.session,
                     terms=terms_of(prepared),
+                    deadline_s=self._deadline_s if request.deadline_s is None else request.deadline_s,
                 )
             )
         handle = RequestHandle(self._batcher, sequences)

@@ -337,7 +337,8 @@ class GenerationRequest:
     ``is_warming``: nobody waits for the answer, it is asked for what it leaves in the cache; such requests
     are no part of logs and statistics. ``session``: which conversation this is, where known. ``cache_ttl_s``:
     for how long after its last use what is kept of this request may be found; ``None``: as long as the server
-    keeps things.
+    keeps things. ``deadline_s``: seconds
+    from arrival; then an answer ends with what it has (reason "length"), or is refused if that is nothing.
     """
 
     prompt: Conversation | str | tuple[int, ...]
@@ -353,3 +354,4 @@ class GenerationRequest:
     is_warming: bool = False
     session: Session | None = None
     cache_ttl_s: float | None = None
+    deadline_s: float | None = None

@@ -365,3 +365,20 @@ with ostinato.load({str(folder)!r}, kv_cache=1 << 20) as engine:
         [sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, timeout=60, check=False
     )
     assert done.returncode == 7, done.stderr
+
+
+def test_a_deadline_ends_an_answer_and_is_checked(engine: ostinato.Engine) -> None:
+    cut = engine.chat(TALK, temperature=0.0, ignore_eos=True, deadline=0.05, salt="deadline")
+    whole = engine.chat(TALK, temperature=0.0, ignore_eos=True, salt="deadline")
+    assert cut.finish_reason == "length"
+    assert 0 < len(cut.choices[0].token_ids) < len(whole.choices[0].token_ids)
+    for wrong in (0, -1.0, "soon"):
+        with pytest.raises(ParameterError, match="deadline"):
+            engine.chat(TALK, deadline=wrong, **OPTIONS)
+
+
+def test_the_ledger_says_what_memory_holds(engine: ostinato.Engine) -> None:
+    ledger = engine.runtime.ledger
+    assert ledger.weight_bytes > 0
+    assert ledger.kv_bytes == ledger.kv_tokens * ledger.kv_bytes_per_token <= 1 << 20
+    assert f"{ledger.kv_tokens:,} tokens" in str(ledger)

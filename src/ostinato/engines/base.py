@@ -36,6 +36,7 @@ class RunnerInfo:
     kv_layout: str
     kv_dtype: str
     rotary: str
+    weight_bytes: int = 0
     reuse: bool = True
     reuse_reason: str | None = None
     chunked: bool = True

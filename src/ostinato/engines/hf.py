@@ -93,6 +93,7 @@ def observe_model(model: Any, *, max_model_len: int | None = None) -> LoadedMode
         rotary=json.dumps(_rotary(config), sort_keys=True, default=str),
         eos_token_ids=_eos_token_ids(model),
         reuse_reason=reason or _static_reason(model, config),
+        weight_bytes=sum(parameter.nbytes for parameter in model.parameters()),
     )
     if loaded.reuse_reason is None:
         loaded.reuse_reason = _observe(loaded)

@@ -97,6 +97,7 @@ class LoadedModel:
     eos_token_ids: frozenset[int]
     reuse_reason: str | None
     keeps_state: bool = False
+    weight_bytes: int = 0
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -112,6 +113,7 @@ class LoadedModel:
             kv_layout=json.dumps([KV_LAYOUT_VERSION, shapes]),
             kv_dtype=str(self.dtype),
             rotary=self.rotary,
+            weight_bytes=self.weight_bytes,
             reuse=self.reuse_reason is None,
             reuse_reason=self.reuse_reason,
             chunked=self.reuse_reason is None,

@@ -158,6 +158,7 @@ class ChatRequest(SamplingFields):
             num_choices=self.num_choices,
             salt=namespace_salt(key_salt, self.cache_salt),
             cache_ttl_s=self.cache_ttl,
+            deadline_s=self.deadline,
             request_id=request_id,
             trim=trim_rules(self.trim),
             pinned=pinned_messages(self.trim),

@@ -88,6 +88,7 @@ class CompletionRequest(SamplingFields):
                 num_choices=self.num_choices,
                 salt=salt,
                 cache_ttl_s=self.cache_ttl,
+                deadline_s=self.deadline,
                 request_id=request_id if len(prompts) == 1 else f"{request_id}-{index}",
                 session=session_of(self.session),
             )
