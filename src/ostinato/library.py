@@ -500,7 +500,8 @@ def _num_blocks(settings: Settings, info: RunnerInfo) -> int:
         memory = psutil.virtual_memory()
         if capacity > memory.total:
             raise ParameterError(
-                f"kv_cache is {capacity / 2**30:.1f} GiB, but this machine has {memory.total / 2**30:.1f}: lower it",
+                f"kv_cache is {capacity / 2**30:.1f} GiB, but this machine has {memory.total / 2**30:.1f}: "
+                "lower it",
                 param="kv_cache",
             )
         most = max(memory.available - _SPARE_BYTES, 0)
