@@ -22,6 +22,7 @@ from .prompt.rules import CustomRole, MessageRules, RuledTemplate
 from .prompt.template import Template
 from .prompt.tokens import HFTokenizer, Tail
 from .prompt.trimming import EarlierCuts, Trimmed, Trimmer
+from .prompt.trust import refuse_special_tokens
 from .prompt.unrendered import unrendered
 from .types import (
     Change,
@@ -132,6 +133,8 @@ class Assembler:
         prompts: the named prompts that requests may use.
         keep_answers: have answers come back as history in the ids they were generated in
             (:mod:`ostinato.prompt.kept`).
+        refuse_special_text: refuse messages in which the text of a special token stands, which else is text
+            like any other.
     """
 
     def __init__(
@@ -145,7 +148,9 @@ class Assembler:
         trim: TrimRules | None = None,
         prompts: PromptRegistry | None = None,
         keep_answers: bool = False,
+        refuse_special_text: bool = False,
     ) -> None:
+        self._refuse_special_text = refuse_special_text
         self._kept = KeptAnswers(tokenizer) if keep_answers else None
         self.prompts = PromptRegistry() if prompts is None else prompts
         self._tokenizer = tokenizer
@@ -208,6 +213,11 @@ class Assembler:
                 "this model has no chat template: choose one when it is loaded, or send a text prompt"
             )
         given = self._with_named(prompt, request.named_prompt, writing.template)
+        if self._refuse_special_text:
+            validate(given, roles=writing.template.roles)
+            refuse_special_tokens(
+                given, self._tokenizer.special_tokens, num_ahead=len(given.messages) - len(prompt.messages)
+            )
         changed: tuple[Change, ...] = ()
         if self._canonical_rules is not None and request.canonical:
             validate(given, roles=writing.template.roles)

@@ -86,6 +86,12 @@ def engine_options(command: F) -> F:
             click.option("--trim-budget", type=int, help="Most tokens of a prompt; more are trimmed."),
             click.option("--trim-low-water", type=float, help="Part of the budget to trim down to."),
             click.option(
+                "--refuse-special-text",
+                is_flag=True,
+                default=None,
+                help="Refuse messages that contain a special token's text.",
+            ),
+            click.option(
                 "--keep-answers",
                 is_flag=True,
                 default=None,

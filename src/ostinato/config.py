@@ -61,6 +61,8 @@ class Settings:
         trim_low_water: the part of the budget that trimming makes room down to.
         keep_answers: have answers come back as history in the tokens they were generated in. A prompt's
             tokens, and so its answer, then depend on what was generated before.
+        refuse_special_text: refuse messages in which the text of a special token stands. Off, it is text like
+            any other, and never becomes the token.
         offline: never ask the network for a model.
         hf_token: token for gated models on the hub.
         host, port: where the server listens.
@@ -105,6 +107,7 @@ class Settings:
     trim_budget: int | None = None
     trim_low_water: float = 0.5
     keep_answers: bool = False
+    refuse_special_text: bool = False
     offline: bool = False
     hf_token: str | None = None
     host: str = "127.0.0.1"

@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from .kv.tiers.shared import SharedTier
     from .kv.transfer import TierLink
     from .models.store import LocalModel
+    from .prompt.template import Template
     from .prompt.tokens import HFTokenizer
     from .request_log import RequestLog
 
@@ -288,6 +289,7 @@ def load(
     clock: Clock | None = None,
     rules: MessageRules | None = None,
     canonical_rules: CanonicalRules | None = None,
+    template: str | Path | Template | None = None,
     **settings: Any,
 ) -> Engine:
     """Load a model, fetching it first if need be, and start the engine.
@@ -299,6 +301,8 @@ def load(
             for; instead of the setting ``message_rules``, which reads them from a file.
         canonical_rules: what to bring into one form in every conversation; instead of the setting
             ``canonical``, which reads them from a file.
+        template: the setting of that name; or a template, such as a
+            :class:`~ostinato.prompt.template.FunctionTemplate` of a function of your own.
         settings: fields of :class:`ostinato.config.Settings`.
 
     Raises:
@@ -311,9 +315,16 @@ def load(
             raise ParameterError(f"there is no setting {name!r}", param=name)
     if model is not None:
         settings["model"] = str(model)
+    own_template = None
+    if isinstance(template, str | Path):
+        settings["template"] = str(template)
+    else:
+        own_template = template
     chosen = Settings.from_environment(os.environ, **settings)
     clock = clock or SystemClock()
-    return Engine(build_runtime(chosen, clock, rules=rules, canonical_rules=canonical_rules))
+    return Engine(
+        build_runtime(chosen, clock, rules=rules, canonical_rules=canonical_rules, own_template=own_template)
+    )
 
 
 def build_runtime(
@@ -323,6 +334,7 @@ def build_runtime(
     *,
     rules: MessageRules | None = None,
     canonical_rules: CanonicalRules | None = None,
+    own_template: Template | None = None,
 ) -> Runtime:
     """Put the parts together: model, tokenizer, template, books, arena, engine."""
     from .engines.worker import Worker
@@ -347,7 +359,7 @@ def build_runtime(
     )
     nonce = str(secrets.randbelow(9 * 10**19) + 10**19)
     tokenizer = HFTokenizer.from_folder(local.path, nonce=nonce)
-    template = template_for(tokenizer, settings.template, clock=clock, nonce=nonce)
+    template = own_template or template_for(tokenizer, settings.template, clock=clock, nonce=nonce)
     log = _request_log(settings, clock)
     worker = Worker("ostinato-engine")
 
@@ -361,6 +373,7 @@ def build_runtime(
             trim=settings.trim_rules,
             prompts=prompts,
             keep_answers=settings.keep_answers,
+            refuse_special_text=settings.refuse_special_text,
         )
 
     try:

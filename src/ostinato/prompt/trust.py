@@ -217,8 +217,12 @@ class Disguise:
             yield end, len(rendered), False
 
 
-def refuse_special_tokens(conversation: Conversation, special_tokens: Collection[str]) -> None:
+def refuse_special_tokens(
+    conversation: Conversation, special_tokens: Collection[str], *, num_ahead: int = 0
+) -> None:
     """For who would rather refuse the text of special tokens in messages than have it as text.
+
+    The first ``num_ahead`` messages are not the caller's own, and not counted: they are of a named prompt.
 
     Raises:
         ConversationError: a message contains such text; names the message and the token.
@@ -229,9 +233,11 @@ def refuse_special_tokens(conversation: Conversation, special_tokens: Collection
         texts += [part for call in message.tool_calls for part in (call.name, call.arguments)]
         for text in texts:
             if match := found.search(text):
+                own = index - num_ahead
                 raise ConversationError(
-                    f"messages[{index}] contains the special token {match[0]!r}, which is refused here",
-                    index=index,
+                    f"{'the named prompt' if own < 0 else f'messages[{own}]'} contains the special token "
+                    f"{match[0]!r}, which is refused here",
+                    index=None if own < 0 else own,
                 )
 
 
