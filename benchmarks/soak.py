@@ -1,8 +1,9 @@
 """Minutes of mixed traffic through a real engine with a shared tier, and what becomes of its memory.
 
-Clients hold conversations under a few system texts, close streams in the middle, ask for two choices, bring
-salts of their own, and ask a few fixed questions again and again. The arena is too small for all of them and
-the tier for what they leave, so that everything is evicted, written back, read and preempted all the time.
+Clients hold some hundred conversations under a few system texts over and over, close streams in the middle,
+ask for two choices, bring salts of their own, and ask a few fixed questions again and again. The arena is too
+small for all of them and the tier for what they leave, so that everything is evicted, written back, read and
+preempted all the time.
 
 ``rss_growth_mib``: mean resident memory of the last tenth of the time less that of the tenth before its
 middle. ``rss_slope_mib_per_min``: a straight line through the second half. ``different``: answers to the
@@ -37,6 +38,7 @@ from ostinato.errors import OstinatoError
 from ostinato.events import Event
 
 NUM_CLIENTS = 6
+NUM_CONVERSATIONS = 300
 WORDS = ("ground", "bass", "phrase", "returns", "variation", "chaconne", "below", "again", "lament", "line")
 GREEDY = {"temperature": 0.0, "ignore_eos": True}
 
@@ -78,13 +80,14 @@ class Client:
                 print(f"  a request failed: {error}", flush=True)
 
     def _converse(self) -> None:
-        messages = [{"role": "system", "content": self._rng.choice(SYSTEMS)}]
-        salt = self._rng.choice(("", "", "ada", "bob"))
-        for _ in range(self._rng.randint(1, 4)):
-            messages.append({"role": "user", "content": talk(self._rng, self._rng.randint(2, 8))})
-            reply = self._engine.chat(messages, salt=salt, max_tokens=self._rng.randint(1, 24), **GREEDY)
-            # As an echo of words, not of the answer: a random model's bytes make every prompt another one.
-            messages.append({"role": "assistant", "content": talk(self._rng, 3)})
+        rng = random.Random(self._rng.randrange(NUM_CONVERSATIONS))
+        messages = [{"role": "system", "content": rng.choice(SYSTEMS)}]
+        salt = rng.choice(("", "", "ada", "bob"))
+        for _ in range(rng.randint(1, 4)):
+            messages.append({"role": "user", "content": talk(rng, rng.randint(2, 8))})
+            reply = self._engine.chat(messages, salt=salt, max_tokens=rng.randint(1, 24), **GREEDY)
+            # Words, not the answer: what a random model says differs with the last bit of a sum.
+            messages.append({"role": "assistant", "content": talk(rng, 3)})
             self.counts["requests"] += 1
             self.counts["cached_tokens"] += reply.usage.cached_tokens
             self.counts["prompt_tokens"] += reply.usage.prompt_tokens
@@ -120,6 +123,13 @@ def model_folder(model: str) -> Iterator[str]:
         yield str(save_tiny_chat_model(Path(folder)))
 
 
+def warm_up(engine: ostinato.Engine) -> None:
+    """Steps of every size: code is compiled for each of them once, and stays."""
+    rng = random.Random(1)
+    for num_rows in (*range(1, 17), *range(20, 480, 8)):
+        engine.complete([rng.randrange(250) for _ in range(num_rows)], max_tokens=1, **GREEDY)
+
+
 def watch(seconds: float) -> list[tuple[float, float, int, int]]:
     """Every half second: seconds since the start, MiB resident, threads, open files."""
     process = psutil.Process()
@@ -146,6 +156,7 @@ def soak(model: str, folder: Path, options: argparse.Namespace) -> tuple[dict[st
 
     sizes = {"kv_cache": options.kv_cache, "shared_tier_bytes": options.tier}
     with ostinato.load(model, shared_tier=folder, **sizes) as engine:
+        warm_up(engine)
         engine.runtime.observers.append(note)
         clients = [Client(engine, seed, expected) for seed in range(NUM_CLIENTS)]
         samples = watch(options.seconds)

@@ -14,12 +14,16 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
-from engines.driver import Flips, Harness, reference
+from engines.driver import NAMESPACE, Flips, Harness, reference
 from engines.models import VOCAB, build, loaded
+from ostinato.errors import EngineError
 from ostinato.events import Event, Preempted
+from ostinato.kv.codecs.exact import RawCodec
 from ostinato.kv.hashing import BlockKey
+from ostinato.kv.terms import Selection
 from ostinato.kv.tiers.base import Miss
 from ostinato.kv.tiers.shared import SharedTier
 
@@ -152,6 +156,20 @@ def test_cancelled_during_a_load(filled: Path, flips: Flips) -> None:
         assert engine.manager.num_held_blocks == 0
 
 
+def test_purged_during_a_load(filled: Path, flips: Flips) -> None:
+    """It is answered, and what it had read is not kept for anybody."""
+    own = build("llama", own=True)
+    with engine_over(filled) as (engine, tier):
+        tier.gate.clear()
+        _, sink = engine.submit(PROMPT, 8)
+        assert tier.at_gate.wait(60)
+        engine.manager.purge(Selection())
+        tier.gate.set()
+        flips.check(own, PROMPT, reference(own, PROMPT, 8), sink.wait())
+        assert engine.manager.peek(NAMESPACE, np.array(PROMPT, np.int32)) == 0
+        engine.manager.check_integrity()
+
+
 @pytest.mark.parametrize("fails_from", [0, 1, 5, NUM_BLOCKS - 1])
 def test_what_cannot_be_read_is_computed_and_counted(filled: Path, fails_from: int, flips: Flips) -> None:
     own = build("llama", own=True)
@@ -191,6 +209,27 @@ def test_a_disk_that_fails_costs_no_answer(
         assert tier.counters.misses[Miss.IO_ERROR] == 1, "the first block that fails ends a load"
         assert engine.link.counters.failed_blocks == NUM_BLOCKS
         assert engine.link.write_back.counters.not_stored >= 7
+
+
+def test_our_own_fault_in_a_load_fails_the_request_and_not_the_engine(
+    filled: Path, flips: Flips, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = build("llama", own=True)
+
+    def fails(self: RawCodec, payload: memoryview, slot: int) -> None:
+        raise AssertionError("a bug")
+
+    with engine_over(filled) as (engine, _):
+        with monkeypatch.context() as bug:
+            bug.setattr(RawCodec, "decode", fails)
+            _, sink = engine.submit(PROMPT, 8)
+            assert sink.done.wait(60)
+            assert sink.reason == "error"
+            assert isinstance(sink.error, EngineError)
+        sink = engine.generate(PROMPT, 8)
+        flips.check(own, PROMPT, reference(own, PROMPT, 8), sink.tokens)
+        assert sink.stats is not None
+        assert sink.stats.cached_tokens == 44
 
 
 def test_a_load_gives_way_to_a_running_sequence(filled: Path, flips: Flips) -> None:
