@@ -15,7 +15,8 @@ from .forms import Bytes, Cast, Form, Integers
 from .spec import Coding, codings_of, spec_of
 
 _VERSION = 1
-"""Of what the bytes mean. It is part of a codec's name, and so of the key of every block."""
+"""Of what the bytes mean, and of how a block is cut into pieces and groups. It is part of a codec's name, and
+so of the key of every block."""
 
 _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
