@@ -96,7 +96,7 @@ class Benchmark:
         try:
             began_s = time.perf_counter()
             with serving(peer, programs, launch, str(repetition + 1)) as url:
-                self._warm_up(url)
+                self._warm_up(peer, url)
                 print(f"{peer.name}: ready after {time.perf_counter() - began_s:.0f} s", flush=True)
                 for workload in todo:
                     self._one(peer, url, repetition, workload)
@@ -105,16 +105,17 @@ class Benchmark:
         except Failed as error:
             self._skip(peer.name, f"failed while it was warmed up: {error}")
 
-    def _warm_up(self, url: str) -> None:
+    def _warm_up(self, peer: Peer, url: str) -> None:
         """What compiles or allocates at first use does so here, on texts that no workload shares."""
         author = Author(self._tokenizer, "warm-up")
         for count in (1, 8):
             talks = [Conversation(author.sentence(), (author.question(),)) for _ in range(count)]
-            run(Workload("warm-up", "", tuple(talks), count, 8), url, self._count_tokens, 300.0)
+            warm_up = Workload("warm-up", "", tuple(talks), count, 8)
+            run(warm_up, url, self._count_tokens, 300.0, peer.temperature)
 
     def _one(self, peer: Peer, url: str, repetition: int, workload: Workload) -> None:
         try:
-            result = run(workload, url, self._count_tokens, self._options.limit)
+            result = run(workload, url, self._count_tokens, self._options.limit, peer.temperature)
         except Failed as error:
             self._skip(f"{peer.name} in {workload.name}", str(error))
             return

