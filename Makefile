@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 MAKEFLAGS += --no-print-directory
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: help setup run demo test check format docs bench bench-assembly bench-peers bench-prefix bench-serve bench-policies bench-tiers bench-codecs soak lock clean
+.PHONY: help setup run demo test check format docs bench bench-engine bench-assembly bench-peers bench-prefix bench-serve bench-policies bench-tiers bench-codecs soak lock clean
 
 help:  ## Show this
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  %-14s %s\n", $$1, $$2}'
@@ -44,7 +44,10 @@ format: setup  ## Format and mend what can be mended
 docs: setup  ## Build the documentation into site/
 	$(BIN)/mkdocs build --strict --quiet
 
-bench: bench-prefix bench-serve bench-tiers bench-codecs bench-policies  ## Run all benchmarks; results go to benchmarks/results
+bench: bench-engine bench-prefix bench-serve bench-tiers bench-codecs bench-policies  ## Run all benchmarks; results go to benchmarks/results
+
+bench-engine: setup  ## Steps with many sequences in them, and the pause between tokens under load
+	$(BIN)/python benchmarks/engine.py
 
 bench-prefix: setup  ## Prefix reuse against plain transformers
 	$(BIN)/python benchmarks/prefix.py

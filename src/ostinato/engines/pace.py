@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 # Of what was measured before, so much stays at each new measurement: a few steps, then it has followed.
 _MEMORY = 0.7
-_MARGIN = 0.8  # of the target: attention grows along a prompt, and steps vary
+_MARGIN = 0.75  # of the target: attention grows along a prompt, and steps vary
 _LEAST_ROWS = 16  # so that prompts get on even where the target cannot be kept
 
 
