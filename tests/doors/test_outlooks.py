@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 import ostinato
+from doors.test_tool_calls import BROKEN, CHATML, TAGGED, TALK, TOOLS, talking
 from doors.tiny import save_tiny_chat_model
 from ostinato.errors import ParameterError
 from ostinato.kv.policy import Outlook
@@ -110,6 +111,23 @@ def test_the_answers_that_nobody_went_on_from_have_lost(
     engine.complete(longer, **OPTIONS)
     wait_until(lambda: [outlook for outlook, _ in said] == [Outlook.OVER, Outlook.OVER])
     assert all(0 < moved < 8 for _, moved in said)
+
+
+@pytest.mark.parametrize("script", [TAGGED, BROKEN], ids=["calls", "text"])
+def test_how_an_answer_ends_says_what_will_follow(
+    script: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with talking(tmp_path / "scripted", "qwen2.5", "\n", script, CHATML) as engine:
+        manager, heard = engine.runtime._manager, list[Outlook]()
+        monkeypatch.setattr(manager, "hint", lambda namespace, tokens, outlook: heard.append(outlook))
+        engine.chat(TALK, tools=TOOLS)
+        wait_until(lambda: len(heard) == 1)
+        engine.chat(TALK)  # without tools an end says nothing
+        engine.chat(TALK, tools=TOOLS, max_tokens=5)  # nor does one that was cut off
+        engine.chat("Another.", tools=TOOLS)
+        wait_until(lambda: len(heard) == 2)
+        expected = Outlook.SOON if script is TAGGED else Outlook.LATER
+        assert heard == [expected, expected]
 
 
 def test_an_unknown_policy_is_refused_by_name(folder: Path) -> None:

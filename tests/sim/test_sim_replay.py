@@ -29,7 +29,7 @@ def played(name, trace, capacity, **options):
         ("conversation", 10_000, 21.1),
         ("conversation", 30_000, 32.6),
         ("conversation", 200_000, 36.6),
-        ("synthetic", 1000, 8.3),
+        ("synthetic", 1000, 8.4),  # one table says 8.3; two replays beside this one 8.41
         ("synthetic", 5859, 30.9),
         ("synthetic", 10_000, 42.4),
         ("synthetic", 30_000, 62.4),
@@ -39,7 +39,7 @@ def played(name, trace, capacity, **options):
 def test_lru_serves_what_independent_replays_say(name, capacity, served):
     trace = read_mooncake(recorded("mooncake", f"{name}_trace.jsonl"))
     result = replay(trace.requests, capacity, LRU(), ReplayClock(), unit_tokens=512)
-    assert 100 * result.hit_rate() == pytest.approx(served, abs=0.12)
+    assert 100 * result.hit_rate() == pytest.approx(served, abs=0.1)
 
 
 def best_by_search(requests, capacity):
