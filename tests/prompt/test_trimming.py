@@ -6,12 +6,14 @@ from collections.abc import Callable
 from copy import copy
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ostinato.errors import ParameterError, PromptTooLongError
+from ostinato.prompt import trimming
 from ostinato.prompt.conversation import validate
 from ostinato.prompt.rules import CustomRole, MessageRules, RuledTemplate
 from ostinato.prompt.template import named_template
@@ -304,3 +306,32 @@ def test_roles_of_ones_own_count_as_what_they_are_written_as(tokenizers: Tokeniz
                 expected.num_tokens,
             )
     assert found.dropped
+
+
+def test_there_is_an_end_to_the_search(tokenizers: Tokenizers, monkeypatch: pytest.MonkeyPatch) -> None:
+    trimmer = Trimmer(TEMPLATE, tokenizers("chatml"), TrimRules(300))
+    prompt = history(60)[-1]
+    assert trimmer.trim(prompt).dropped
+    monkeypatch.setattr(trimming, "MAX_COUNTED_MESSAGES", 500)
+    with pytest.raises(ParameterError, match="takes too long") as caught:
+        trimmer.trim(prompt)
+    assert caught.value.param == "trim"
+
+
+def test_the_search_is_no_longer_than_the_conversation(tokenizers: Tokenizers) -> None:
+    """Twice the turns are twice the prompts, of the same length: not four times the work."""
+    counted = []
+    for num_turns in (40, 80):
+        trimmer = Trimmer(TEMPLATE, tokenizers("chatml"), TrimRules(600))
+        num_messages = 0
+        count = trimmer.count
+
+        def counting(conversation: Conversation, **options: Any) -> int:
+            nonlocal num_messages
+            num_messages += len(conversation.messages)
+            return count(conversation, **options)  # noqa: B023 - called at once
+
+        trimmer.count = counting  # type: ignore[method-assign]
+        trimmer.trim(history(num_turns)[-1])
+        counted.append(num_messages)
+    assert counted[1] < 2.5 * counted[0]

@@ -24,11 +24,10 @@ it was last, if it remembers that.
 from __future__ import annotations
 
 import threading
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 
 from ..errors import ParameterError, PromptTooLongError
 from ..ports import Tokenizer
@@ -39,6 +38,9 @@ from .rules import written_as
 
 _MESSAGE_CHARS = 300
 """What a remembered message takes besides its content."""
+
+MAX_COUNTED_MESSAGES = 500_000
+"""How many messages one trimming may render, over all the prompts it counts. Conversations need thousands."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +117,8 @@ class Trimmer:
         Raises:
             ConversationError: the conversation breaks a rule.
             TemplateError: the template refuses it, or refuses what is left of it.
-            ParameterError: ``pinned`` names a message that is not there.
+            ParameterError: ``pinned`` names a message that is not there, or finding the cuts takes more than
+                :data:`MAX_COUNTED_MESSAGES`.
             PromptTooLongError: what always stays is longer than the budget; says by how much.
         """
         validate(conversation, roles=self._template.roles)
@@ -205,16 +208,22 @@ class _Task:
         written_as: Mapping[str, str],
     ) -> None:
         self._given = conversation
+        self._end = len(conversation.messages)
         # What decides which messages belong together, and which stay.
-        self._shape = tuple(
+        shape = [
             replace(message, role=written_as[message.role]) if message.role in written_as else message
             for message in conversation.messages
-        )
+        ]
+        self._turns = _Turns(shape)
+        self._ends = _prompt_ends(shape)
+        self._system = [index for index, message in enumerate(shape) if _is_system(message)]
+        self._assistant = [index for index, message in enumerate(shape) if message.role == "assistant"]
         # System text stays by itself, without the turn it stands in.
-        self._pinned = frozenset(i for i in pinned if not _is_system(self._shape[i]))
+        self._pinned = sorted(index for index in pinned if not _is_system(shape[index]))
         self._strategy = rules.strategy
         self._budget_tokens = budget_tokens
         self._count = count
+        self._num_counted = 0
         self._low_tokens = max(1, int(budget_tokens * rules.low_water))
         self._short: dict[int, Message] = {}
         if rules.strategy == "shorten":
@@ -225,14 +234,12 @@ class _Task:
         self._order = list(self._short)
 
     def run(self, since: Trimmed | None) -> Trimmed:
-        end, budget, strategy = len(self._given.messages), self._budget_tokens, self._strategy
+        end, budget, strategy = self._end, self._budget_tokens, self._strategy
         cut, num_short = 0, 0
         num_tokens = given_tokens = self._num_tokens(cut, end, num_short)
-        if num_tokens > budget and strategy in ("sticky", "shorten"):
-            cut, num_short = self._walk(since)
-            num_tokens = self._num_tokens(cut, end, num_short)
         if num_tokens > budget and strategy != "off":
-            cut = self._cut_further(cut, end, num_short, budget)
+            # If this is too long nothing else will do, and there is no need to look for it.
+            cut, num_short = self._turns.starts(end)[-1], self._num_old(end)
             num_tokens = self._num_tokens(cut, end, num_short)
         if num_tokens > budget:
             what = "the prompt" if strategy == "off" else "the newest turn, with what always stays,"
@@ -242,6 +249,13 @@ class _Task:
                 num_tokens=num_tokens,
                 max_tokens=budget,
             )
+        if given_tokens > budget:
+            cut, num_short = (0, 0) if strategy == "drop" else self._walk(since)
+            num_tokens = self._num_tokens(cut, end, num_short)
+            if num_tokens > budget:
+                cut = self._cut_further(cut, end, num_short, budget)
+                num_tokens = self._num_tokens(cut, end, num_short)
+            assert num_tokens <= budget, "no cut does, though the last one would"
         kept = self._indices(cut, end)
         gone = set(range(end)).difference(kept)
         shortened = tuple(index for index in self._order[:num_short] if index not in gone)
@@ -260,23 +274,28 @@ class _Task:
 
     def _walk(self, since: Trimmed | None) -> tuple[int, int]:
         """Cut and shortened results after all the prompts there have been, the newest included."""
-        ends = _prompt_ends(self._shape)
+        ends = self._ends
         cut, num_short, first = 0, 0, 0
         if since is not None and self._continues(since):
             cut, num_short = since.cut, since.num_short
-            first = ends.index(len(since.given.messages)) + 1
+            first = bisect_left(ends, len(since.given.messages)) + 1
 
         def is_over(end: int) -> bool:
             return self._num_tokens(cut, end, num_short) > self._budget_tokens
 
-        while (over := bisect_left(ends, True, lo=first, key=is_over)) < len(ends):
-            cut, num_short = self._relieve(cut, ends[over], num_short)
-            first = over + 1
+        while first < len(ends):
+            step = 1  # in growing steps: what is counted is never much longer than the budget
+            while first + step <= len(ends) and not is_over(ends[first + step - 1]):
+                first, step = first + step, 2 * step
+            first = bisect_left(ends, True, lo=first, hi=min(first + step, len(ends)), key=is_over)
+            if first < len(ends):
+                cut, num_short = self._relieve(cut, ends[first], num_short)
+                first += 1
         return cut, num_short
 
     def _relieve(self, cut: int, end: int, num_short: int) -> tuple[int, int]:
         """Make room in the prompt that ends at ``end``, down to the low-water mark if that can be."""
-        more = range(num_short + 1, bisect_left(self._order, self._first_fresh(end)) + 1)
+        more = range(num_short + 1, self._num_old(end) + 1)
         if more:
             at = bisect_left(
                 more, True, key=lambda number: self._num_tokens(cut, end, number) <= self._low_tokens
@@ -288,74 +307,120 @@ class _Task:
 
     def _cut_further(self, cut: int, end: int, num_short: int, target_tokens: int) -> int:
         """The first cut behind ``cut`` that leaves ``target_tokens`` or fewer; the last there is, if none."""
-        cuts = [start for start in _turn_starts(self._shape[:end]) if start > cut] or [cut]
-        at = bisect_left(
-            cuts, True, key=lambda start: self._num_tokens(start, end, num_short) <= target_tokens
-        )
-        return cuts[min(at, len(cuts) - 1)]
+        cuts = self._turns.starts(end, after=cut) or [cut]
 
-    def _first_fresh(self, end: int) -> int:
-        """Tool results before here have been answered to."""
-        messages = self._shape[:end]
-        return max(
-            (index for index, message in enumerate(messages) if message.role == "assistant"), default=0
-        )
+        def fits(start: int) -> bool:
+            return self._num_tokens(start, end, num_short) <= target_tokens
+
+        at, step = len(cuts) - 1, 1  # from the newest, for the same reason as in `_walk`
+        while at - step >= 0 and fits(cuts[at - step]):
+            at, step = at - step, 2 * step
+        return cuts[bisect_left(cuts, True, lo=max(0, at - step), hi=at, key=fits)]
+
+    def _num_old(self, end: int) -> int:
+        """How many of the results that can be shortened have been answered to before ``end``."""
+        before = bisect_left(self._assistant, end)
+        return bisect_left(self._order, self._assistant[before - 1]) if before else 0
 
     def _continues(self, since: Trimmed) -> bool:
         before, messages = since.given.messages, self._given.messages
+        place = bisect_left(self._ends, len(before))
         return (
             since.given.tools == self._given.tools
+            and self._ends[place : place + 1] == [len(before)]
             and messages[: len(before)] == before
-            and len(before) in _prompt_ends(self._shape)
         )
 
     # ------------------------------------------------------------ what is left
 
     def _indices(self, cut: int, end: int) -> list[int]:
         """The messages before ``end`` that a cut leaves."""
-        messages = self._shape
-        starts = [*_turn_starts(messages[:end]), end]
         # A result that came late may have joined the turns on both sides of an earlier cut.
-        cut = max(start for start in starts if start <= cut)
-        staying = {
-            index
-            for start, stop in pairwise(starts)
-            if not self._pinned.isdisjoint(range(start, stop))
-            for index in range(start, stop)
-        }
-        return [
-            index for index in range(end) if index >= cut or index in staying or _is_system(messages[index])
-        ]
+        cut = self._turns.start_of(cut, end)
+        staying = set(self._system[: bisect_left(self._system, cut)])
+        for index in self._pinned[: bisect_left(self._pinned, cut)]:
+            if index not in staying:
+                staying.update(range(self._turns.start_of(index, end), self._turns.stop_of(index, end)))
+        return [*sorted(staying), *range(cut, end)]
 
     def _left(self, indices: Sequence[int], num_short: int) -> Conversation:
-        short = set(self._order[:num_short])
+        first_whole = self._order[num_short] if num_short < len(self._order) else self._end
         messages = (
-            self._short[index] if index in short else self._given.messages[index] for index in indices
+            self._short[index]
+            if index < first_whole and index in self._short
+            else self._given.messages[index]
+            for index in indices
         )
         return replace(self._given, messages=tuple(messages))
 
     def _num_tokens(self, cut: int, end: int, num_short: int) -> int:
-        left = self._left(self._indices(cut, end), num_short)
-        return self._count(left, end == len(self._given.messages))
+        indices = self._indices(cut, end)
+        self._num_counted += len(indices)
+        if self._num_counted > MAX_COUNTED_MESSAGES:
+            raise ParameterError(
+                f"trimming {self._end} messages to {self._budget_tokens} tokens takes too long: "
+                "raise the budget, or send fewer messages",
+                param="trim",
+            )
+        return self._count(self._left(indices, num_short), end == self._end)
 
 
-def _turn_starts(messages: Sequence[Message]) -> list[int]:
-    """Where turns begin, the first at 0; a tool's result is in the turn of its call."""
-    starts = [0]
-    made: dict[str, int] = {}
-    for index, message in enumerate(messages):
-        if message.role == "user" and index > 0:
-            starts.append(index)
-        for call in message.tool_calls:
-            made[call.id] = index
-        if message.role == "tool" and message.tool_call_id is not None:
-            called = made[message.tool_call_id]
-            while starts[-1] > called:
-                starts.pop()
-    # What stands before the first word of the user is not a turn by itself if it is only system text.
-    if len(starts) > 1 and all(map(_is_system, messages[: starts[1]])):
-        del starts[1]
-    return starts
+class _Turns:
+    """Where turns begin in the first messages of a conversation, for any number of them.
+
+    A turn begins with a message of the user. A tool's result is in the turn of its call: it joins all turns
+    that begin between the two. What stands before the first word of the user is no turn by itself if it is
+    only system text.
+    """
+
+    def __init__(self, messages: Sequence[Message]) -> None:
+        starts: list[int] = []
+        made: dict[str, int] = {}
+        joined_at: dict[int, int] = {}
+        for index, message in enumerate(messages):
+            if message.role == "user" and index > 0:
+                starts.append(index)
+            for call in message.tool_calls:
+                made[call.id] = index
+            if message.role == "tool" and message.tool_call_id is not None:
+                called = made[message.tool_call_id]
+                while starts and starts[-1] > called:
+                    joined_at[starts.pop()] = index
+        self._starts = sorted([*starts, *joined_at])
+        # A start is one as long as no result has come that joins its turn to the one before.
+        self._joined_at = [joined_at.get(start, len(messages)) for start in self._starts]
+        self._num_lead = next(
+            (index for index, message in enumerate(messages) if not _is_system(message)), len(messages)
+        )
+
+    def starts(self, end: int, *, after: int = -1) -> list[int]:
+        """The starts behind ``after`` among the messages before ``end``, which there must be some of."""
+        found = [0] if after < 0 else []
+        for place in range(bisect_right(self._starts, after), len(self._starts)):
+            if self._starts[place] >= end:
+                break
+            if self._is_start(place, end):
+                found.append(self._starts[place])
+        return found
+
+    def start_of(self, index: int, end: int) -> int:
+        """Where the turn of a message begins."""
+        place = bisect_right(self._starts, index) - 1
+        while place >= 0 and not self._is_start(place, end):
+            place -= 1
+        return self._starts[place] if place >= 0 else 0
+
+    def stop_of(self, index: int, end: int) -> int:
+        """Where it ends."""
+        for place in range(bisect_right(self._starts, index), len(self._starts)):
+            if self._starts[place] >= end:
+                break
+            if self._is_start(place, end):
+                return self._starts[place]
+        return end
+
+    def _is_start(self, place: int, end: int) -> bool:
+        return self._joined_at[place] >= end and self._starts[place] > self._num_lead
 
 
 def _is_system(message: Message) -> bool:
