@@ -6,6 +6,7 @@ MAKEFLAGS += --no-print-directory
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
 .PHONY: help setup run demo test check format docs bench bench-engine bench-assembly bench-peers bench-prefix bench-serve bench-policies bench-tiers bench-codecs soak lock clean
+.PHONY: help setup run demo test check format docs bench bench-assembly bench-peers bench-prefix bench-serve bench-policies bench-tiers bench-codecs soak soak-tier bench-tenants lock clean
 
 help:  ## Show this
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  %-14s %s\n", $$1, $$2}'
@@ -57,6 +58,12 @@ bench-tiers: setup  ## The shared tier: bandwidth, restart, what it costs
 
 bench-codecs: setup  ## KV in fewer bits: size, speed, and what it does to answers
 	$(BIN)/python benchmarks/codecs.py
+
+soak-tier: setup  ## Five minutes of eight processes on one shared tier, with kills, quotas and purges
+	rm -rf build/soak && $(BIN)/python tests/kv/tiers/soak.py build/soak --seconds 300
+
+bench-tenants: setup  ## What a tenant can tell of others by the clock; what quotas cost
+	$(BIN)/python benchmarks/tenants.py
 
 soak: setup  ## Ten minutes of mixed traffic through an engine with a tier; is memory flat?
 	$(BIN)/python benchmarks/soak.py

@@ -54,6 +54,7 @@ from .terms import NO_TERMS, Terms
 
 TOKEN_BYTES = 4
 _MAX_BEHIND = 8  # requests that an order of victims may be old
+_LEAVES_AT_ONCE = 64
 _NO_BLOCKS: BlockIds = np.empty(0, np.intp)
 
 
@@ -469,12 +470,15 @@ class PrefixIndex:
         return num_freed, num_before - self.num_tokens
 
     def evict_from(self, namespaces: Iterable[str], num_blocks: int) -> int:
-        """As :meth:`evict`, out of these trees only, and no more than they have; returns the blocks freed."""
+        """As :meth:`evict`, out of these trees only, as far as they have so many; returns the blocks freed.
+
+        All of their leaves are looked at. Of very many leaves some more are given up, so that this is rare.
+        """
         trees = [tree for name in namespaces if (tree := self._trees.get(name)) is not None]
         found = [node for tree in trees for node in tree.nodes() if not node.children and node.parked_on < 0]
         order = [(key, node.ticket, node) for key, node in zip(self._keys(found), found, strict=True)]
         heapify(order)
-        num_freed = 0
+        num_freed, num_blocks = 0, max(num_blocks, len(found) // _LEAVES_AT_ONCE)
         while order and num_freed < num_blocks:
             _, ticket, leaf = heappop(order)
             parent = leaf.parent
