@@ -1,9 +1,9 @@
 """Can one tenant tell by the clock what another has asked? And what do quotas and purges cost?
 
 Two figures about time to first token, both of a tenant that probes prompts. *Cross*: prompts that another
-tenant has cached, against prompts nobody has. *Own*: prompts the prober itself has cached, against new ones. A
-leak would show as a cross ratio that differs from 1; that the own ratio does shows that the measure could see
-one. Probes of both kinds are interleaved at random. ``p`` is that of a permutation test of the difference of
+tenant has cached, against prompts nobody has. *Own*: prompts the prober itself has cached, against new ones.
+A leak would show as a cross ratio that differs from 1; that the own ratio does shows that the measure could
+see one. Probes of both kinds are interleaved at random. ``p`` is that of a permutation test of the difference of
 means: small means that the two kinds differ by more than relabelling them by chance would explain.
 
 Then the books alone, without a model: a request of a tenant that is at its quota has to choose among all of
