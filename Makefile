@@ -5,8 +5,7 @@ BIN := $(VENV)/bin
 MAKEFLAGS += --no-print-directory
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: help setup run demo test check format docs bench bench-engine bench-assembly bench-peers bench-prefix bench-serve bench-policies bench-tiers bench-codecs soak lock clean
-.PHONY: help setup run demo test check format docs bench bench-assembly bench-peers bench-prefix bench-serve bench-policies bench-tiers bench-codecs soak soak-tier bench-tenants lock clean
+.PHONY: help setup run demo test check format docs bench bench-engine bench-assembly bench-peers bench-prefix bench-serve bench-policies bench-tiers bench-codecs soak soak-tier bench-tenants lock clean
 
 help:  ## Show this
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  %-14s %s\n", $$1, $$2}'

@@ -3,8 +3,8 @@
 Two figures about time to first token, both of a tenant that probes prompts. *Cross*: prompts that another
 tenant has cached, against prompts nobody has. *Own*: prompts the prober itself has cached, against new ones.
 A leak would show as a cross ratio that differs from 1; that the own ratio does shows that the measure could
-see one. Probes of both kinds are interleaved at random. ``p`` is that of a permutation test of the difference of
-means: small means that the two kinds differ by more than relabelling them by chance would explain.
+see one. Probes of both kinds are interleaved at random. ``p`` is that of a permutation test of the difference
+of means: small means that the two kinds differ by more than relabelling them by chance would explain.
 
 Then the books alone, without a model: a request of a tenant that is at its quota has to choose among all of
 its leaves, and a request's look-up asks a shared tier whether anything was purged.
@@ -68,7 +68,7 @@ def probe(engine: ostinato.Engine, num_probes: int, num_tokens: int, *, owner: s
         "cached_ms": spread(cached_ms),
         "new_ms": spread(new_ms),
         "ratio_of_medians": round(statistics.median(cached_ms) / statistics.median(new_ms), 4),
-        "p": round(p_value(cached_ms, new_ms), 4),
+        "p": round(p_value(cached_ms, new_ms), 5),
     }
 
 
