@@ -116,23 +116,22 @@ class Author:
 
 def workloads(tokenizer: Tokenizer, repetition: int, is_quick: bool, agents: Path | None) -> list[Workload]:
     """All of them, for one repetition; ``agents`` is a folder of recorded sessions, if there is one."""
-    turns = 2 if is_quick else 3
-    made = [conversations(tokenizer, repetition, count, turns) for count in (1, 8, 32)]
+    made = [conversations(tokenizer, repetition, count) for count in (1, 8, 32)]
     made += [shared_prefix(tokenizer, repetition, 8 if is_quick else 16)]
-    made += [short(tokenizer, repetition, 16 if is_quick else 32)]
+    made += [short(tokenizer, repetition, 16 if is_quick else 24)]
     if agents is not None:
-        made += [agent_sessions(tokenizer, agents, num_requests=2 if is_quick else 4)]
+        made += [agent_sessions(tokenizer, agents, num_requests=2 if is_quick else 3)]
     return made
 
 
-def conversations(tokenizer: Tokenizer, repetition: int, count: int, turns: int) -> Workload:
+def conversations(tokenizer: Tokenizer, repetition: int, count: int) -> Workload:
+    # An odd number: of two turns, one cold and one warm, the median would be neither.
+    turns = 3
     author = Author(tokenizer, f"conversations {count} {repetition}")
     system = author.handbook(f"{count}-{repetition}", SYSTEM_TOKENS)
-    if count == 32:
-        turns = 2
     talks = [Conversation(system, tuple(author.question() for _ in range(turns))) for _ in range(count)]
     what = f"{count} at once, {turns} turns, one system text of {SYSTEM_TOKENS:,} tokens"
-    return Workload(f"conversations-{count}", what, tuple(talks), count, 24)
+    return Workload(f"conversations-{count}", what, tuple(talks), count, 24 if count < 32 else 16)
 
 
 def shared_prefix(tokenizer: Tokenizer, repetition: int, count: int) -> Workload:

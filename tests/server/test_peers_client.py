@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
 from pathlib import Path
 
@@ -10,14 +11,22 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
-from against.client import Failed, agreement, run
+from against.client import Answer, Failed, Run, agreement, run
 from against.environments import Unavailable
-from against.servers import Command, Launch, Peer, free_port, serving
+from against.servers import PEERS, Command, Launch, Peer, free_port, serving
 from against.workloads import Author, Conversation, Workload
+from peers import Benchmark, headline, missed_bars
 
 
 def words(text: str) -> int:
     return len(text.split())
+
+
+@pytest.fixture
+def tokenizer() -> Tokenizer:
+    tokenizer = Tokenizer(models.WordLevel({"?": 0}, unk_token="?"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    return tokenizer
 
 
 def workload(tokens: int = 6) -> Workload:
@@ -59,10 +68,34 @@ def test_a_server_that_ends_at_once_is_unavailable_with_its_last_error(tmp_path:
         pass
 
 
-def test_texts_are_long_enough_and_differ_by_seed() -> None:
-    tokenizer = Tokenizer(models.WordLevel({"?": 0}, unk_token="?"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+def test_texts_are_long_enough_and_differ_by_seed(tokenizer: Tokenizer) -> None:
     one, again, other = (Author(tokenizer, seed).handbook("a", 200) for seed in ("1", "1", "2"))
     assert one == again
     assert one.split()[1] != other.split()[1]
     assert 200 <= len(tokenizer.encode(one).ids) < 240
+
+
+def ran(ttft_s: float, wall_s: float) -> Run:
+    """One answer of 10 tokens."""
+    answer = Answer(0, 0, [], "text", 0.0, (ttft_s, ttft_s + 0.1), 10, 5, 0)
+    return Run([answer], wall_s=wall_s)
+
+
+def test_a_ratio_above_one_says_that_ours_is_better(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    options = argparse.Namespace(sessions=str(tmp_path), workloads=["short"], repeat_within=2.0)
+    benchmark = Benchmark(options, tmp_path)
+    benchmark.whats["short"] = ""
+    benchmark.runs["ostinato"]["short"] = {0: ran(1.0, 2.0), 1: ran(2.0, 4.0)}
+    benchmark.runs["vllm"]["short"] = {0: ran(3.0, 3.0), 1: ran(1.0, 2.0)}
+    # A peer that took part once is compared with ours of that repetition.
+    benchmark.runs["kvboost"]["short"] = {0: ran(2.0, 5.0)}
+    ratios = headline(benchmark)["short"]
+    assert ratios["vllm"] == {"ttft_p50_ratio": 1.75, "ttft_p99_ratio": 1.75, "throughput_ratio": 1.0}
+    assert ratios["kvboost"] == {"ttft_p50_ratio": 2.0, "ttft_p99_ratio": 2.0, "throughput_ratio": 2.5}
+    assert ratios["best_peer"] == {"ttft_p50_ratio": 1.75, "ttft_p99_ratio": 1.75, "throughput_ratio": 1.0}
+    assert missed_bars({"short": {"vllm": ratios["vllm"]}}) == []
+    assert len(missed_bars({"short": {"vllm": dict.fromkeys(ratios["vllm"], 0.9)}})) == 3
+    short = Workload("short", "", (), 1, 1)
+    assert benchmark.is_due(PEERS["vllm"], short)
+    assert not benchmark.is_due(PEERS["kvboost"], short)
