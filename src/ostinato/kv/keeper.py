@@ -24,9 +24,10 @@ class PurgeReport:
 
 @dataclass(frozen=True, slots=True)
 class CacheSummary:
-    """What is kept, and for whom. Sizes in bytes are ``block_bytes`` a block."""
+    """What is kept, and for whom. A block takes ``block_bytes`` in the arena, ``tier_block_bytes`` below."""
 
     block_bytes: int
+    tier_block_bytes: int
     num_blocks: int
     num_held_blocks: int
     num_evictable_blocks: int
@@ -55,12 +56,12 @@ class Keeper:
             TierError: the shared tier could not take it down; then nothing was purged.
         """
         if self._tier is None:
-            arena, num_tier_blocks = self.manager.purge(selection), 0
-        else:
-            tier = self._tier
-            arena = self.manager.hear_news(lambda: tier.announce(selection))
-            num_tier_blocks = tier.finish_purges()
-        freed = (arena.num_freed_blocks + num_tier_blocks) * self._block_bytes
+            arena = self.manager.purge(selection)
+            return PurgeReport(arena, 0, arena.num_freed_blocks * self._block_bytes)
+        tier = self._tier
+        arena = self.manager.hear_news(lambda: tier.announce(selection))
+        num_tier_blocks = tier.finish_purges()
+        freed = arena.num_freed_blocks * self._block_bytes + num_tier_blocks * tier.slot_bytes
         return PurgeReport(arena, num_tier_blocks, freed)
 
     def summary(self) -> CacheSummary:
@@ -72,6 +73,7 @@ class Keeper:
         manager = self.manager
         return CacheSummary(
             block_bytes=self._block_bytes,
+            tier_block_bytes=0 if self._tier is None else self._tier.slot_bytes,
             num_blocks=manager.num_blocks,
             num_held_blocks=manager.num_held_blocks,
             num_evictable_blocks=manager.num_evictable_blocks,

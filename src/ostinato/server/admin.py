@@ -198,7 +198,7 @@ def summary_object(summary: CacheSummary, names: dict[str, str]) -> dict[str, An
                 "model": content.model,
                 "prompt": content.prompt,
                 "blocks": content.num_blocks,
-                "bytes": content.num_blocks * size,
+                "bytes": content.num_blocks * summary.tier_block_bytes,
                 "first_stored_ms": content.first_stored_ms,
                 "last_stored_ms": content.last_stored_ms,
             }
