@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ostinato.errors import ConversationError, OstinatoError, TemplateError
-from ostinato.ports import SystemClock
 from ostinato.prompt.base import Growth, Template
 from ostinato.prompt.conversation import conversation_from_dicts
 from ostinato.prompt.formats import FORMATS
@@ -32,6 +31,16 @@ Tokenizers = Callable[[str], HFTokenizer]
 MARKERS = ("<|im_start|>", "<|im_end|>")
 
 
+class StoppedClock:
+    """Stands still, so that two renderings can be compared, and none is out of time."""
+
+    def now(self) -> float:
+        return 1.75e9
+
+    def monotonic(self) -> float:
+        return 0.0
+
+
 class Noting(JinjaTemplate):
     """Notes for every rendering whether it went on from an earlier one."""
 
@@ -40,7 +49,7 @@ class Noting(JinjaTemplate):
             source,
             special_tokens=tokenizer.special_tokens,
             nonce=NONCE,
-            clock=more.pop("clock", SystemClock()),
+            clock=more.pop("clock", StoppedClock()),
             named_tokens=tokenizer.named_tokens,
             **more,
         )
@@ -286,16 +295,6 @@ def test_templates_made_to_mislead(tokenizers: Tokenizers, data: st.DataObject) 
     template = Noting(source, tokenizer, clock=StoppedClock())
     texts = st.sampled_from(["", "a", "word", " x ", *MARKERS, "im_end", "end|>", "<|im_", "\n"])
     check_growing(template, tokenizer, beginnings(data.draw(free(texts=texts))))
-
-
-class StoppedClock:
-    """Stands still, so that two renderings can be compared."""
-
-    def now(self) -> float:
-        return 1.75e9
-
-    def monotonic(self) -> float:
-        return 0.0
 
 
 class TickingClock(StoppedClock):
