@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 MAKEFLAGS += --no-print-directory
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: help setup run demo test check format docs bench bench-engine bench-assembly bench-peers bench-prefix bench-serve bench-policies bench-tiers bench-codecs soak soak-tier bench-tenants lock clean
+.PHONY: help setup run demo test check format docs bench bench-engine bench-assembly bench-peers bench-prefix bench-serve bench-policies bench-tiers bench-codecs soak soak-tier bench-tenants soak-sim lock clean
 
 help:  ## Show this
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  %-14s %s\n", $$1, $$2}'
@@ -69,6 +69,9 @@ soak: setup  ## Ten minutes of mixed traffic through an engine with a tier; is m
 
 bench-policies: setup  ## Eviction policies on recorded traces, against the optimum
 	$(BIN)/python benchmarks/policies.py
+
+soak-sim: setup  ## Two hours of mixed traffic with faults in the simulator: memory stays flat
+	$(BIN)/python benchmarks/soak_sim.py
 
 bench-assembly: setup  ## One more turn of a long conversation, and agent sessions, to token ids
 	$(BIN)/python benchmarks/assembly.py

@@ -232,3 +232,26 @@ def test_what_cannot_be_is_said_in_one_line(folder: Path, log: Path, tmp_path: P
     nothing = run(empty, folder)
     assert nothing.exit_code == 2
     assert "no request with a prompt" in nothing.output
+
+
+@pytest.mark.model
+@pytest.mark.slow
+def test_the_default_model_is_warmed_from_bodies_as_openai_has_them(
+    default_model_path: Path, tmp_path: Path
+) -> None:
+    """With a real tokenizer, whose tokens do not end where texts part."""
+    log = tmp_path / "log.jsonl"
+    log.write_bytes(b"\n".join(map(orjson.dumps, BODIES)))
+    with ostinato.load(default_model_path, kv_cache="256MiB") as engine:
+        cold = engine.chat(talk(0, 0), salt="elsewhere", temperature=0, max_tokens=8)
+        runtime = engine.runtime
+        read = read_log(log, encode_for(runtime))
+        prefixes = choose(read.prompts, 10)
+        manager = runtime.cache().manager
+        manager.clear()
+        warm(prefixes, EngineTarget(runtime, piece_tokens=512, share=0.5))
+        cache = Cache(manager.num_blocks, manager.block_size, "workload", 0.5)
+        expected = expect(read.prompts, prefixes, cache)
+        reply = engine.chat(talk(0, 0), temperature=0, max_tokens=8)
+    assert reply.usage.cached_tokens == expected.first_hits >= 20
+    assert reply.text == cold.text

@@ -148,7 +148,7 @@ def _replayed_with_tier(
     )
     with ExitStack() as stack:
         folder = stack.enter_context(TemporaryDirectory(prefix="ostinato-replay-", dir=memory_folder()))
-        store = open_store(Path(folder) / "tier", tier_capacity)
+        store = open_store(Path(folder) / "tier", tier_capacity, clock)
         below = Below(store, capacity, clock, costs)
         stack.callback(below.close)
         row = _replayed(trace, name, capacity, rates, below, clock, outlooks)

@@ -1,5 +1,8 @@
 """Requests that overlap, are cancelled and fail while clocks jump, tiers fail and writes tear.
 
+Three namespaces ask, one of them a tenant with a quota, some of its requests for a short time only; prefixes
+are pinned and let go, tenants are purged.
+
 The books, and what they say of contents, are checked at each event. The same trace, seed and arguments replay
 the same events, told by a digest of them all: what fails once fails again.
 """
@@ -7,15 +10,26 @@ the same events, told by a digest of them all: what fails once fails again.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
 from blake3 import blake3
 
+from ostinato.errors import PinRefusedError
 from ostinato.kv.hashing import BlockKey, Namespace
 from ostinato.kv.manager import KVManager, Lease
 from ostinato.kv.policy import EvictionPolicy, HistoryPolicy, Outlook
+from ostinato.kv.terms import (
+    NO_TERMS,
+    Allowance,
+    Allowances,
+    Selection,
+    Terms,
+    model_id,
+    tenant_of,
+)
 from ostinato.kv.tiers.base import Found, Miss, Outcome, Status
 from ostinato.kv.tiers.shared import SharedTier
 from ostinato.kv.transfer import Chain, TierLink
@@ -35,7 +49,6 @@ from .tiered import (
 from .traces import TraceRequest
 
 _COSTS = TierCosts(unit_tokens=16, token_bytes=1024, load_bytes_per_s=1e9, prefill_tokens_per_s=1000.0)
-_NUM_NAMESPACES = 2
 _OUTLOOKS = tuple(Outlook)
 
 
@@ -58,6 +71,8 @@ class FaultCounts:
     num_refused: int = 0
     num_jumps: int = 0
     num_cleared: int = 0
+    num_pinned: int = 0
+    num_purged: int = 0
     num_checked: int = 0
     hit_units: int = 0
     tier_hit_units: int = 0
@@ -129,7 +144,7 @@ class _Below:
     link: TierLink = field(init=False)
 
     def open(self, arena: NamedArena, clock: ReplayClock, chance: Chance) -> None:
-        self.store = open_store(self.folder, self.capacity)
+        self.store = open_store(self.folder, self.capacity, clock)
         self.tier = FaultyTier(self.store, clock, chance)
         self.link = open_link(self.tier, arena, clock)
 
@@ -161,13 +176,18 @@ class FaultyReplay:
     ) -> None:
         """``tier_folder``: where a tier of ``tier_capacity`` units is made; ``close`` lets go of it."""
         self.counts = FaultCounts()
-        self.manager = KVManager(capacity, 1, policy=policy)
+        self._namespaces = [
+            Namespace("model 0", "", "", "", "", ""),
+            Namespace("model 0", "", "", "", "", "", salt="tenant"),
+            Namespace("model 1", "", "", "", "", ""),
+        ]
+        quota = Allowances(by_tenant={tenant_of("tenant"): Allowance(capacity // 4)})
+        self.manager = KVManager(capacity, 1, policy=policy, clock=clock, allowances=quota)
         self._clock = clock
         self._chance = chance
         self._max_running = max_running
         self._arena = NamedArena(capacity)
         self._running: list[_Running] = []
-        self._namespaces = [Namespace(f"model {i}", "", "", "", "", "") for i in range(_NUM_NAMESPACES)]
         self._events = blake3()
         self._num_begun = 0
         self._below: _Below | None = None
@@ -183,7 +203,8 @@ class FaultyReplay:
             while self._running:
                 self._step()
                 self._check(check_every)
-            assert self.manager.num_held_blocks == 0, "blocks are held and nobody runs"
+            assert self.manager.num_leases == 0, "a lease is left and nobody runs"
+            assert self.manager.num_held_blocks == self.manager.num_pinned_blocks, "blocks are held by nobody"
         except AssertionError as error:
             error.add_note(
                 f"event {self.counts.num_events}, events so far {self._events.hexdigest(length=8)}"
@@ -191,6 +212,11 @@ class FaultyReplay:
             raise
         self.counts.digest = self._events.hexdigest(length=16)
         return self.counts
+
+    @property
+    def num_in_tier(self) -> int:
+        """Units in the tier; 0 where there is none."""
+        return 0 if self._below is None else self._below.store.use().num_blocks
 
     def close(self) -> None:
         """Lets go of the tier."""
@@ -205,7 +231,7 @@ class FaultyReplay:
         self._happen()
         self._begin(request)
         self._check(check_every)
-        if self._chance.random() < 0.5:
+        if self._running and self._chance.random() < 0.5:
             self._step()
             self._check(check_every)
 
@@ -222,20 +248,49 @@ class FaultyReplay:
         elif draw < 0.021:
             self._note("clear", self.manager.clear())
             self.counts.num_cleared += 1
+        elif draw < 0.023:
+            self._purge()
+        elif draw < 0.05:
+            self._pin()
         elif self._below is not None:
-            self._happen_below(self._below, draw)
+            self._happen_below(self._below, self._chance.random())
+
+    def _purge(self) -> None:
+        """All of one tenant goes, also what its requests are writing just now."""
+        meant = self._namespaces[self._chance.randrange(len(self._namespaces))]
+        selection = Selection(tenant=meant.tenant, model=model_id(meant.weights))
+        if self._below is not None:
+            self._below.store.purge(selection)
+        purged = self.manager.purge(selection)
+        for running in self._running:
+            if running.lease.namespace == meant:
+                assert self.manager.peek(meant, running.units) == 0, "what was purged is found"
+        self.counts.num_purged += 1
+        self._note("purge", purged.num_tokens, purged.num_freed_blocks, purged.num_held_blocks)
+
+    def _pin(self) -> None:
+        """Pins what a request has so far, or lets go of the oldest pin."""
+        pins = self.manager.pins()
+        if pins and self._chance.random() < 0.5:
+            self.manager.unpin(pins[0].id)
+        elif self._running:
+            running = self._running[self._chance.randrange(len(self._running))]
+            with suppress(PinRefusedError):  # they may hold so much and no more
+                self.manager.pin(running.lease.namespace, running.units, ttl_s=600.0)
+                self.counts.num_pinned += 1
+        self._note("pins", self.manager.num_pinned_blocks)
 
     def _happen_below(self, below: _Below, draw: float) -> None:
-        if draw < 0.025:
+        if draw < 0.004:
             self._restart(below)
-        elif draw < 0.04:
+        elif draw < 0.02:
             below.tier.away_for = self._chance.randrange(200)
             self._note("away", below.tier.away_for)
-        elif draw < 0.10:
+        elif draw < 0.08:
             below.tear(self._chance)
             self.counts.num_torn += 1
             self._note("tear")
-        elif draw < 0.13:
+        elif draw < 0.11:
             num_lost = below.tier.lose()
             self.counts.num_lost += num_lost
             self._note("lose", num_lost)
@@ -247,6 +302,8 @@ class FaultyReplay:
             self.counts.num_cancelled += 1
         self.counts.num_lost += below.tier.lose()
         self._count_below(below)
+        for pin in self.manager.pins():
+            self.manager.unpin(pin.id)
         self.manager.clear()
         self._arena.wipe()
         below.link.close()
@@ -264,8 +321,10 @@ class FaultyReplay:
     # ------------------------------------------------------------ requests
 
     def _begin(self, request: TraceRequest) -> None:
-        namespace = self._namespaces[0 if self._chance.random() < 0.9 else 1]
-        lease = self.manager.acquire(namespace, request.units, hints=hints_of(request))
+        draw = self._chance.random()
+        namespace = self._namespaces[0 if draw < 0.8 else 1 if draw < 0.93 else 2]
+        terms = Terms(ttl_s=900.0) if self._chance.random() < 0.1 else NO_TERMS
+        lease = self.manager.acquire(namespace, request.units, hints=hints_of(request), terms=terms)
         names = self._arena.names(namespace, request.units)
         self._num_begun += 1
         running = _Running(lease, request.units, names, lease.prefix_len, Chain(), self._num_begun)
@@ -316,7 +375,8 @@ class FaultyReplay:
             return
         running.lease.commit(running.units[:end])
         self._note("commit", running.number, end)
-        self._store(running, end)
+        if end == num_units or self._chance.random() < 0.3:
+            self._store(running, end)
         if end == num_units:
             self.counts.num_finished += 1
             self._end(running, "finish")

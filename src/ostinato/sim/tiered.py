@@ -197,10 +197,10 @@ class MeteredTier:
         self._tier.close()
 
 
-def open_store(folder: Path, num_units: int) -> SharedTier:
+def open_store(folder: Path, num_units: int, clock: Clock) -> SharedTier:
     """The real shared tier, for ``num_units`` names."""
     size = NamedArena.payload_bytes
-    return SharedTier.open(folder, slot_bytes=size, capacity_bytes=num_units * size)
+    return SharedTier.open(folder, slot_bytes=size, capacity_bytes=num_units * size, clock=clock)
 
 
 def memory_folder() -> str | None:
@@ -255,11 +255,11 @@ def write_back(link: TierLink, lease: Lease, units: TokenArray, chain: Chain) ->
 
     Raises ``TimeoutError`` where the tier never ends.
     """
-    while True:
+    before = -1
+    while (chain.num_below or 0) > before:  # or the tier takes no more of it, for instance of what was purged
+        before = chain.num_below or 0
         link.offer(lease, units, chain)
         _wait(link.write_back.flush(TIMEOUT_S))
-        if (chain.num_below or 0) >= len(units):
-            return
 
 
 def _wait(is_done: bool) -> None:
