@@ -55,7 +55,7 @@ class Running:
         command += ["--shared-tier-bytes", "2M", *more]
         self._file = log.open("w")
         self.process = subprocess.Popen(command, stdout=self._file, stderr=subprocess.STDOUT)
-        deadline = time.monotonic() + 90
+        deadline = time.monotonic() + 300
         while not (found := re.search(r"Serving (\S+) at (http://\S+)", log.read_text())):
             assert time.monotonic() < deadline, log.read_text()
             assert self.process.poll() is None, log.read_text()
