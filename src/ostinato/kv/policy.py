@@ -278,8 +278,13 @@ class ScoredQueue(VictimQueue[CandidateT]):
 
     def renew(self) -> None:
         """Puts the order right, unless it is already; less often where there are many to sort."""
-        if self._num_behind > len(self._waiting) // 1024:
+        if self._num_behind > self._num_borne:
             self._sort()
+
+    @property
+    def _num_borne(self) -> int:
+        """How many requests old an order may be: then a request pays for some thousand scores at most."""
+        return len(self._waiting) // 1024
 
     def put(self, candidate: CandidateT) -> None:
         self.drop(candidate)
@@ -292,7 +297,8 @@ class ScoredQueue(VictimQueue[CandidateT]):
 
     def pop(self) -> CandidateT:
         while self._waiting:
-            if self._num_behind > self._max_behind or not (self._sorted or self._unscored):
+            is_old = self._num_behind > max(self._max_behind, self._num_borne)
+            if is_old or not (self._sorted or self._unscored):
                 self._sort()
             elif self._unscored:
                 self._score_fresh()
