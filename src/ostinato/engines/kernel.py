@@ -649,49 +649,50 @@ def plan_units(row_token, row_shared, kv_heads, group, window, value_dim, num_th
         partial states take.
     """
     num_rows, most = len(row_token), unit_rows(group)
-    bounds = [0]
+    bounds = np.empty(num_rows + 1, np.int64)
+    bounds[0], num_blocks = 0, 1
     for row in range(1, num_rows):
-        if row_shared[row] < TILE or row - bounds[-1] >= most:
-            bounds.append(row)
-    bounds.append(num_rows)
-    num_blocks = len(bounds) - 1
+        if row_shared[row] < TILE or row - bounds[num_blocks - 1] >= most:
+            bounds[num_blocks] = row
+            num_blocks += 1
+    bounds[num_blocks] = num_rows
     spans = np.empty((num_blocks, 2), np.int64)
-    costs = np.zeros(num_blocks, np.int64)
-    part_costs = []
     for block in range(num_blocks):
         low, high = ALIKE, 0
         for row in range(bounds[block], bounds[block + 1]):
             low = min(low, max(0, row_token[row] + 1 - window) // PART if window else 0)
             high = max(high, row_token[row] // PART + 1)
-        spans[block] = low, high
-        block_costs = np.empty(high - low, np.int64)
-        for part in range(low, high):
-            block_costs[part - low] = _part_cost(
-                row_token, row_shared, bounds[block], bounds[block + 1], part, group, window
+        spans[block, 0], spans[block, 1] = low, high
+    num_parts = spans[:, 1] - spans[:, 0]
+    costs = np.zeros((num_blocks, num_parts.max()), np.int64)
+    for block in range(num_blocks):
+        for part in range(num_parts[block]):
+            costs[block, part] = _part_cost(
+                row_token, row_shared, bounds[block], bounds[block + 1], spans[block, 0] + part, group, window
             )
-        part_costs.append(block_costs)
-        costs[block] = block_costs.sum()
     share = costs.sum() * kv_heads // (4 * num_threads)
-    units = []
-    left = []
-    num_partials = 0
+    is_split = (num_parts > 1) & (costs.sum(axis=1) > share) & (num_threads > 1)
+    units = np.empty((kv_heads * np.where(is_split, num_parts, 1).sum(), NUM_UNIT_FIELDS), np.int64)
+    left = np.empty(kv_heads * is_split.sum(), np.int64)
+    num_units = num_left = num_partials = 0
     for block in range(num_blocks):
         low, high = spans[block]
         first, last = bounds[block], bounds[block + 1]
-        is_split = num_threads > 1 and costs[block] > share and high - low > 1
         for head in range(kv_heads):
-            if not is_split:
-                units.append((first, last, head, low, high, -1, 0, low, high, costs[block]))
-                continue
-            for part in range(low, high):
-                cost = part_costs[block][part - low]
-                units.append((first, last, head, part, part + 1, num_partials, len(left), low, high, cost))
-            left.append(high - low)
-            num_partials += (high - low) * (last - first) * group * (2 + value_dim)
-    table = np.empty((len(units), NUM_UNIT_FIELDS), np.int64)
-    for index in range(len(units)):
-        unit = units[index]
-        for field in numba.literal_unroll((0, 1, 2, 3, 4, 5, 6, 7, 8, 9)):
-            table[index, field] = unit[field]
-    order = np.argsort(-table[:, U_COST], kind="mergesort")
-    return table[order], np.array(left, np.int64), num_partials
+            for part in range(num_parts[block] if is_split[block] else 1):
+                unit = units[num_units]
+                unit[U_FIRST], unit[U_LAST], unit[U_HEAD] = first, last, head
+                unit[U_BLOCK], unit[U_BLOCK_FIRST], unit[U_BLOCK_LAST] = num_left, low, high
+                if is_split[block]:
+                    unit[U_PART_FIRST], unit[U_PART_LAST] = low + part, low + part + 1
+                    unit[U_PARTIAL], unit[U_COST] = num_partials, costs[block, part]
+                else:
+                    unit[U_PART_FIRST], unit[U_PART_LAST] = low, high
+                    unit[U_PARTIAL], unit[U_COST] = -1, costs[block].sum()
+                num_units += 1
+            if is_split[block]:
+                left[num_left] = num_parts[block]
+                num_left += 1
+                num_partials += num_parts[block] * (last - first) * group * (2 + value_dim)
+    order = np.argsort(-units[:, U_COST], kind="mergesort")
+    return units[order], left, num_partials
