@@ -6,7 +6,7 @@ import threading
 from math import inf
 from typing import Any, Final, Self
 
-import httpx
+import httpx2
 from prometheus_client.parser import text_string_to_metric_families
 
 from ostinato.errors import WarmingError
@@ -43,7 +43,7 @@ class HttpTarget:
         self.stop = threading.Event()
         self._model = model
         headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
-        self._client = httpx.Client(
+        self._client = httpx2.Client(
             base_url=url.rstrip("/").removesuffix("/v1"), headers=headers, timeout=_TIMEOUT_S
         )
         found = self._load()
@@ -88,10 +88,10 @@ class HttpTarget:
         """Requests under way, and blocks: all of them, and those that are free."""
         try:
             reply = self._client.get("/metrics")
-        except httpx.HTTPError as error:
+        except httpx2.HTTPError as error:
             raise WarmingError(f"cannot reach {self._client.base_url}: {error}") from error
         values: dict[str, float] = {}
-        if reply.status_code == httpx.codes.OK:
+        if reply.status_code == httpx2.codes.OK:
             for family in text_string_to_metric_families(reply.text):
                 for sample in family.samples:
                     state = sample.labels.get("state", "")
@@ -100,12 +100,12 @@ class HttpTarget:
         requests = values.get("num_requests_running", 0.0) + values.get("num_requests_waiting", 0.0)
         return {"requests": requests, "blocks": sum(blocks), "free": blocks[2]}
 
-    def _ask(self, method: str, path: str, body: dict[str, Any]) -> httpx.Response:
+    def _ask(self, method: str, path: str, body: dict[str, Any]) -> httpx2.Response:
         try:
             reply = self._client.request(method, path, json=body)
-        except httpx.HTTPError as error:
+        except httpx2.HTTPError as error:
             raise WarmingError(f"cannot reach {self._client.base_url}: {error}") from error
-        if reply.status_code != httpx.codes.OK:
+        if reply.status_code != httpx2.codes.OK:
             raise WarmingError(f"{self._client.base_url} answered {reply.status_code}: {reply.text[:300]}")
         return reply
 
@@ -119,10 +119,10 @@ def served_model(url: str, api_key: str | None) -> tuple[str, int | None]:
     headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
     base = url.rstrip("/").removesuffix("/v1")
     try:
-        reply = httpx.get(f"{base}/v1/models", headers=headers, timeout=30.0)
+        reply = httpx2.get(f"{base}/v1/models", headers=headers, timeout=30.0)
         reply.raise_for_status()
         card = reply.json()["data"][0]
         length = card.get("max_model_len")
         return str(card["id"]), length if isinstance(length, int) else None
-    except (httpx.HTTPError, ValueError, KeyError, IndexError, TypeError) as error:
+    except (httpx2.HTTPError, ValueError, KeyError, IndexError, TypeError) as error:
         raise WarmingError(f"{base} does not say what model it has: {error}") from error
