@@ -23,6 +23,14 @@ TrimStrategy: TypeAlias = Literal["off", "drop", "shorten", "sticky"]
 
 MAX_SESSION_ID_CHARS = 256
 
+
+def num_common(a: npt.NDArray[Any], b: npt.NDArray[Any]) -> int:
+    """How many elements two arrays (of tokens, of block ids) begin with in common."""
+    length = min(len(a), len(b))
+    differs = np.flatnonzero(a[:length] != b[:length])
+    return int(differs[0]) if len(differs) else length
+
+
 # ---------------------------------------------------------------- meaning
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from ostinato.engines import paged
 from ostinato.engines.paged import PagedStep
 from ostinato.kv.arena import Arena, LayerShape
-from ostinato.types import SequencePlan
+from ostinato.types import SequencePlan, num_common
 
 SHAPES = [(3, 3, 64, 64), (1, 1, 4, 4), (2, 4, 8, 8), (1, 2, 20, 12), (2, 1, 80, 128), (1, 8, 16, 40)]
 
@@ -146,7 +146,7 @@ def test_any_mix_of_rows_gives_what_the_formula_gives(data: st.DataObject) -> No
     for sequence, length in enumerate(lengths):
         table = world.tables[sequence]
         others = [t for i, t in enumerate(world.tables) if i != sequence]
-        shared = max((paged._num_common(table, other) for other in others), default=0) * block_size
+        shared = max((num_common(table, other) for other in others), default=0) * block_size
         start = data.draw(st.integers(min(shared, length - 1), length - 1))  # what is shared is written
         rows.append((sequence, start, data.draw(st.integers(start + 1, length))))
     outputs, lses = world.attend(rows, window=window, num_threads=data.draw(st.integers(1, 3)))

@@ -33,7 +33,7 @@ from ..types import (
     Plan,
     SequencePlan,
     SlotCopy,
-    TokenArray,
+    num_common,
 )
 from .base import ModelRunner, Sampled
 from .line import Turns, prefixes_first
@@ -470,7 +470,7 @@ class Batcher:
         found = self._manager.peek(sequence.namespace, sequence.tokens)
         usable = sequence.num_tokens - 1
         for other in prefilling:
-            common = min(_common_prefix(sequence.tokens, other.tokens), usable)
+            common = min(num_common(sequence.tokens, other.tokens), usable)
             if common >= found + self._manager.block_size:
                 return True
         return False
@@ -574,10 +574,3 @@ class Batcher:
     def _step_event(self, plan: Plan, duration_s: float) -> StepFinished:
         lengths = [len(sequence.tokens) for sequence in plan.sequences]
         return StepFinished(sum(lengths), lengths.count(1), duration_s)
-
-
-def _common_prefix(a: TokenArray, b: TokenArray) -> int:
-    """How many tokens ``a`` and ``b`` begin with in common."""
-    length = min(len(a), len(b))
-    differs = np.flatnonzero(a[:length] != b[:length])
-    return int(differs[0]) if len(differs) else length

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from ..kv.arena import Arena
-from ..types import SequencePlan
+from ..types import SequencePlan, num_common
 
 _log = logging.getLogger(__name__)
 
@@ -162,7 +162,7 @@ class PagedStep:
         at = 0
         for place, index in enumerate(order):
             before = tables[order[place - 1]] if place else tables[index][:0]
-            shared[at] = _num_common(before, tables[index]) * block_size
+            shared[at] = num_common(before, tables[index]) * block_size
             at += int(lengths[index])
         starts = [int(sequences[i].positions[0]) for i in order]
         offsets = np.cumsum([0, *(len(tables[i]) for i in order[:-1])])
@@ -228,13 +228,6 @@ class PagedStep:
                 stride,
             )
         return self._units[kind]
-
-
-def _num_common(a: _Numbers, b: _Numbers) -> int:
-    """How many blocks two tables begin with in common."""
-    length = min(len(a), len(b))
-    differs = np.flatnonzero(a[:length] != b[:length])
-    return int(differs[0]) if len(differs) else length
 
 
 def _ranges(starts: Sequence[int] | npt.NDArray[np.intp], lengths: npt.NDArray[np.intp]) -> _Numbers:

@@ -14,7 +14,7 @@ import numpy as np
 from blake3 import blake3
 
 from ostinato.ports import Clock
-from ostinato.types import Session, SessionState, TokenArray
+from ostinato.types import Session, SessionState, TokenArray, num_common
 
 from .hashing import Namespace
 from .manager import KVManager
@@ -206,7 +206,7 @@ class Sessions:
             ):
                 continue
             rest = tokens[length:]
-            common = [_num_common(answer, rest) for answer in asked.answers]
+            common = [num_common(answer, rest) for answer in asked.answers]
             lost = [
                 np.concatenate((asked.prompt, answer))
                 for answer, number in zip(asked.answers, common, strict=True)
@@ -220,9 +220,3 @@ class Sessions:
 
 def _key(namespace: Namespace, session: Session) -> tuple[str, bytes]:
     return namespace.digest, blake3(session.id.encode("utf-8", "surrogatepass")).digest(16)
-
-
-def _num_common(a: TokenArray, b: TokenArray) -> int:
-    length = min(len(a), len(b))
-    differ = np.flatnonzero(a[:length] != b[:length])
-    return int(differ[0]) if len(differ) else length
