@@ -27,6 +27,7 @@
     │   ├── ModelUnsupportedError        an architecture or format we do not know
     │   └── StorageFullError             no room on disk
     ├── TierError                        a KV tier's folder cannot be used
+    ├── StoreError                       a store of answers cannot be used
     ├── WarmingError                     the server to be warmed does not answer, or refuses
     └── ServerError                      our side                          5xx
         ├── EngineError                  the engine failed in this request 500
@@ -197,6 +198,10 @@ class WarmingError(OstinatoError):
 
 class TierError(OstinatoError):
     """A KV tier's folder cannot be opened; the message says which and what to do."""
+
+
+class StoreError(OstinatoError):
+    """A store of answers cannot be opened or reached; the message says which and what to do."""
 
 
 class ServerError(OstinatoError):
