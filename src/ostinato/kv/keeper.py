@@ -10,7 +10,8 @@ from .pins import Pin
 from .terms import Purged, Selection, TenantUse
 
 if TYPE_CHECKING:
-    from .tiers.shared import Content, SharedTier
+    from .tiers.base import Content
+    from .tiers.shared import SharedTier
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ import numpy as np
 from ostinato.kv.hashing import BlockKey, Namespace
 from ostinato.kv.loading import Load
 from ostinato.kv.manager import Lease
-from ostinato.kv.tiers.base import Found, Outcome, Tier, Use
+from ostinato.kv.tiers.base import Found, Outcome, Tier, TierUse
 from ostinato.kv.tiers.shared import SharedTier
 from ostinato.kv.transfer import Chain, TierLink
 from ostinato.ports import Clock
@@ -141,7 +141,7 @@ class MeteredTier:
         self._waiting: list[tuple[BlockKey, bytes]] = []
         self._in_use: Sequence[BlockKey] = ()
 
-    def use(self) -> Use:
+    def use(self) -> TierUse:
         return self._tier.use()
 
     def lookup(self, keys: Sequence[BlockKey]) -> Found:

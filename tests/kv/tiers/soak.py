@@ -146,7 +146,7 @@ def soak(folder: Path, num_processes: int, seconds: float, seed: int) -> dict[st
             assert (folder / "slab").stat().st_size == SLOT * SLOTS, "the slab has grown"
             with watch._reading() as txn:
                 for tenant, most in quotas:
-                    assert watch._ledger.num_slots(txn, tenant) <= most, "a quota is exceeded"
+                    assert watch._books.ledger.num_slots(txn, tenant) <= most, "a quota is exceeded"
             left_s = seconds - (time.monotonic() - started_s)
             if time.monotonic() - killed_s > KILL_EVERY_S and left_s > 2 * KILL_EVERY_S:
                 killed_s = time.monotonic()

@@ -14,8 +14,8 @@ from tier_cases import BLOCK, NAMESPACE, payload
 from ostinato.errors import TierError
 from ostinato.kv.hashing import BlockKey, Namespace, block_keys
 from ostinato.kv.terms import Allowance, Allowances, Origin, Selection, model_id, prompt_id, tenant_id
-from ostinato.kv.tiers.base import Found, Outcome, Status
-from ostinato.kv.tiers.shared import Content, SharedTier
+from ostinato.kv.tiers.base import Content, Found, Outcome, Status
+from ostinato.kv.tiers.shared import SharedTier
 
 SLOT = 4096
 SLOTS = 20
@@ -122,7 +122,7 @@ def test_tenants_counts_survive_a_restart_and_damage_to_them(tmp_path: Path) -> 
     put(store, chain(ANNA, 1, 4))
     put(store, chain(BEN, 1, 4))
     with store._env.begin(write=True) as txn:
-        store._ledger.clear(txn)
+        store._books.ledger.clear(txn)
     store.close()
     store = open_store(tmp_path, anna=4)
     store.check_integrity()
@@ -132,6 +132,18 @@ def test_tenants_counts_survive_a_restart_and_damage_to_them(tmp_path: Path) -> 
 
 
 # ---------------------------------------------------------------- time to live
+
+
+def test_a_clock_that_stands_before_1970_is_no_fault(tmp_path: Path) -> None:
+    clock = Hand()
+    clock.now_s = -3600.0
+    store = open_store(tmp_path, clock)
+    keys = chain(ANNA, 1, 2, ttl_s=60.0)
+    assert put(store, keys) == [Outcome.STORED] * 2
+    assert hits(store, keys) == 2
+    clock.now_s = 1_700_000_000.0
+    assert hits(store, keys) == 0, "its time is up"
+    store.close()
 
 
 def test_what_has_expired_is_a_miss_and_its_slot_is_the_first_to_go(tmp_path: Path) -> None:

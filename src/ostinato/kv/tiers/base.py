@@ -75,20 +75,29 @@ class TierCounters:
         }
 
 
-class Use(Protocol):
-    """What is in a tier."""
+@dataclass(frozen=True, slots=True)
+class TierUse:
+    """What is in a tier. Slots that nobody uses are ``num_slots - num_blocks``."""
 
-    @property
-    def num_slots(self) -> int: ...
+    num_slots: int
+    slot_bytes: int
+    num_blocks: int
+    index_bytes: int
 
-    @property
-    def slot_bytes(self) -> int: ...
 
-    @property
-    def num_blocks(self) -> int: ...
+@dataclass(frozen=True, slots=True)
+class Content:
+    """What one tenant has of one model under one prompt's name (all ids): ``num_blocks`` blocks.
 
-    @property
-    def index_bytes(self) -> int: ...
+    The first and the last of them were stored at these milliseconds since the Unix epoch.
+    """
+
+    tenant: str
+    model: str
+    prompt: str
+    num_blocks: int
+    first_stored_ms: int
+    last_stored_ms: int
 
 
 class Tier(Protocol):
@@ -124,7 +133,7 @@ class Tier(Protocol):
     def epoch(self) -> int:
         """The number of the last purge that was heard of here."""
 
-    def use(self) -> Use:
+    def use(self) -> TierUse:
         """What is in it now."""
 
     def close(self) -> None: ...

@@ -79,6 +79,7 @@ class Ledger:
     def __init__(self, env: lmdb.Environment) -> None:
         names = (b"claims", b"owned", b"deadlines", b"tenants", b"purges")
         self._claims, self._owned, self._deadlines, self._tenants, self._purges = map(env.open_db, names)
+        self._settled = 0  # purges up to here are carried out
 
     def clear(self, txn: lmdb.Transaction) -> None:
         """Forgets all slots; purges stay."""
@@ -171,6 +172,27 @@ class Ledger:
             return []
         found = ((bytes(key), bytes(data)) for key, data in cursor.iternext())
         return [(int(_BIG.unpack(key)[0]), _unpack(data)) for key, data in found if len(data) == _PURGE.size]
+
+    def open_purges(self, txn: lmdb.Transaction) -> list[Purge]:
+        """Those that hold and are not carried out yet; nearly always none."""
+        last = self.last_purge(txn)
+        if last == self._settled:
+            return []
+        pending = [purge for _, purge in self.purges(txn, after=self._settled) if not purge.is_done]
+        if not pending:
+            self._settled = last
+        return pending
+
+    def is_recalled(self, txn: lmdb.Transaction, epoch: int | None, record: Record) -> bool:
+        """Whether a purge that a block's sender had not heard of means it; ``epoch`` is the last it had."""
+        if epoch is None or self.last_purge(txn) == epoch:
+            return False
+        later = self.purges(txn, after=epoch)
+        if later and later[0][0] > epoch + 1:
+            return True
+        # It was on its way before, whatever its generation is.
+        sent = record._replace(generation=0)
+        return any(purge.takes(sent) for _, purge in later)
 
     def check_integrity(self, txn: lmdb.Transaction, records: list[Record]) -> None:
         """Asserts that exactly the slots of these records are filed here, as they say."""
