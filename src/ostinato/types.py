@@ -16,6 +16,7 @@ import numpy.typing as npt
 from .errors import ParameterError
 
 TokenArray: TypeAlias = npt.NDArray[np.int32]
+FloatArray: TypeAlias = npt.NDArray[np.float32]
 BlockIds: TypeAlias = npt.NDArray[np.intp]
 SessionState: TypeAlias = Literal["open", "idle", "closed"]
 FinishReason: TypeAlias = Literal["stop", "length", "tool_calls", "abort", "error"]
@@ -157,10 +158,19 @@ class SlotCopy:
 class SequencePlan:
     """What one sequence does in one step.
 
-    Its rows are ``tokens`` at ``positions`` (consecutive), whose KV is written to ``slots`` (all of equal
-    length). Every row attends to the sequence up to and including itself, which lies in ``block_ids``: token
-    ``i`` in slot ``block_ids[i // block_size] * block_size + i % block_size``. The array is valid until the
-    plan has run. ``sample`` asks for the logits of the last row.
+    Its rows are ``tokens`` at ``positions`` (which the model's position embedding gets), whose KV is written
+    to ``slots`` (all of equal length). A row's *place* is its index in the sequence's table: place ``i`` is
+    slot ``block_ids[i // block_size] * block_size + i % block_size``. Every row attends to all places up to
+    and including its own; those that no row of the step writes were written before. The array is valid until
+    the plan has run. ``sample`` asks for the logits of the last row.
+
+    ``places`` are strictly increasing and may have gaps (KV that lies there already, moved or computed
+    before); ``None``: they are the positions, which then follow one another. Places other than the positions
+    (a sequence that was thinned out and pushed together) are only for models whose
+    :class:`~ostinato.engines.base.RunnerInfo` has no ``compaction_reason``.
+
+    ``num_watched`` of the last rows are watched: the step's result tells what attention they give to each
+    place.
     """
 
     sequence_id: int
@@ -170,6 +180,12 @@ class SequencePlan:
     block_ids: BlockIds
     block_size: int
     sample: bool
+    places: TokenArray | None = None
+    num_watched: int = 0
+
+    @property
+    def row_places(self) -> TokenArray:
+        return self.positions if self.places is None else self.places
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,6 +42,9 @@ _MAX_TAIL = 64
 # Keys that a part has at least when a run is cut in parts; below, cutting costs more than idle threads.
 _MIN_PART = 1024
 
+# Watched rows whose weights are computed at a time: bounds the memory that they take.
+_WEIGHED_ROWS = 64
+
 
 @dataclass(frozen=True, slots=True)
 class Run:
@@ -77,6 +80,9 @@ class Rows:
     were written to, together with a short end of the past that it continues; ``None`` where they do not lie
     in one run. ``tail_mask`` (additive, ``[rows, tail]``) hides from each row what comes after it, and is
     ``None`` where being causal says that already.
+
+    Rows with gaps between their places are another case: then ``places`` (int64 ``[rows]``) is set, and the
+    past is everything up to the last of them.
     """
 
     start: int
@@ -85,6 +91,7 @@ class Rows:
     past: tuple[Run, ...]
     tail: Run | None
     tail_mask: Tensor | None
+    places: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,11 +205,7 @@ def _attend_plain(
 ) -> tuple[Tensor, Tensor]:
     """The same in plain operations: for devices and layers the fused kernel does not serve."""
     heads, rows = query.shape[1], query.shape[2]
-    kv_heads = key.shape[1]
-    grouped = query.reshape(1, kv_heads, heads // kv_heads, rows, query.shape[3])
-    scores = torch.matmul(grouped, key.unsqueeze(2).transpose(-1, -2)).float() * rule.scaling
-    if rule.softcap is not None:
-        scores = torch.tanh(scores / rule.softcap) * rule.softcap
+    scores = _scores(query, key, rule)
     if causal and rows > 1:
         hidden = torch.ones(rows, key.shape[2], dtype=torch.bool, device=query.device).triu(1)
         scores = scores.masked_fill(hidden, float("-inf"))
@@ -212,6 +215,16 @@ def _attend_plain(
     weights = torch.exp(scores - lse.unsqueeze(-1)).to(value.dtype)
     output = torch.matmul(weights, value.unsqueeze(2))
     return output.reshape(1, heads, rows, -1), lse.reshape(1, heads, rows)
+
+
+def _scores(query: Tensor, key: Tensor, rule: LayerRule) -> Tensor:
+    """Of every query with every key, float32 ``[1, kv_heads, heads / kv_heads, rows, keys]``."""
+    heads, rows, kv_heads = query.shape[1], query.shape[2], key.shape[1]
+    grouped = query.reshape(1, kv_heads, heads // kv_heads, rows, query.shape[3])
+    scores = torch.matmul(grouped, key.unsqueeze(2).transpose(-1, -2)).float() * rule.scaling
+    if rule.softcap is not None:
+        scores = torch.tanh(scores / rule.softcap) * rule.softcap
+    return scores
 
 
 def merge(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
@@ -238,10 +251,12 @@ def attend_rows(
     """
     num_rows = rows.end - rows.start
     window = rule.window
+    if rows.places is not None:
+        return _attend_masked(rows, query, key, value, keys, values, rule)
     if window is not None and rows.position + num_rows <= window:
         window = None
     if num_rows > 1 and window is not None:
-        return _attend_window(rows, query, key, value, keys, values, rule, window)
+        return _attend_masked(rows, query, key, value, keys, values, rule)
     past, tail = rows.past, rows.tail
     if window is not None:
         cut = rows.position + 1 - window
@@ -257,31 +272,58 @@ def attend_rows(
     return merge(parts)
 
 
-def _attend_window(
-    rows: Rows,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    rule: LayerRule,
-    window: int,
+def _attend_masked(
+    rows: Rows, query: Tensor, key: Tensor, value: Tensor, keys: Tensor, values: Tensor, rule: LayerRule
 ) -> tuple[Tensor, Tensor]:
-    device = query.device
-    row_positions = torch.arange(rows.position, rows.position + rows.end - rows.start, device=device)
-    runs = _last(rows.past if rows.tail is None else (*rows.past, rows.tail), rows.position + 1 - window)
+    """All that any of the rows may see is gathered, and hidden from those that may not."""
+    places = rows.places
+    if places is None:
+        places = torch.arange(rows.position, rows.position + rows.end - rows.start, device=query.device)
+    runs = rows.past if rows.tail is None else (*rows.past, rows.tail)
+    if rule.window is not None:
+        runs = _last(runs, rows.position + 1 - rule.window)
     views = [_view(keys, values, run) for run in runs]
-    positions = [torch.arange(run.position, run.position + run.length, device=device) for run in runs]
-    if rows.tail is None:
+    if rows.tail is None and rows.places is None:
         views.append((key, value))
-        positions.append(row_positions)
-    all_keys = torch.cat([view[0] for view in views], dim=2)
-    all_values = torch.cat([view[1] for view in views], dim=2)
-    key_positions = torch.cat(positions)
-    distance = row_positions.unsqueeze(1) - key_positions.unsqueeze(0)
-    mask = torch.zeros(distance.shape, dtype=query.dtype, device=device)
-    mask.masked_fill_((distance < 0) | (distance >= window), float("-inf"))
-    return attend(query, all_keys, all_values, rule, causal=False, mask=mask)
+    all_keys, all_values = (torch.cat(tensors, dim=2) for tensors in zip(*views, strict=True))
+    hidden = _hidden(places, runs[0].position if runs else rows.position, all_keys.shape[2], rule.window)
+    mask = torch.zeros(hidden.shape, dtype=query.dtype, device=query.device)
+    return attend(
+        query, all_keys, all_values, rule, causal=False, mask=mask.masked_fill_(hidden, float("-inf"))
+    )
+
+
+def _hidden(places: Tensor, start: int, num_keys: int, window: int | None) -> Tensor:
+    """Which keys, at places from ``start`` on, rows at ``places`` may not see: bool ``[rows, keys]``."""
+    distance = places.unsqueeze(1) - torch.arange(start, start + num_keys, device=places.device)
+    hidden = distance < 0
+    return hidden if window is None else hidden | (distance >= window)
+
+
+def weigh_rows(
+    places: Tensor, runs: Sequence[Run], query: Tensor, lse: Tensor, keys: Tensor, rule: LayerRule
+) -> Tensor:
+    """What rows give to each place of their sequence, summed over them and the query heads of a key head.
+
+    Args:
+        places: int64 ``[rows]``.
+        runs: the sequence up to the last row.
+        query: ``[1, heads, rows, key_dim]``; lse: log-sum-exp of the rows' scores, ``[heads, rows]``.
+
+    Returns:
+        float32 ``[kv_heads, places]``.
+    """
+    kv_heads = keys.shape[0]
+    all_keys = torch.cat([keys[:, run.slot : run.slot + run.length] for run in runs], dim=1).unsqueeze(0)
+    num_keys = all_keys.shape[2]
+    mass = torch.zeros(kv_heads, num_keys, device=query.device)
+    for at in range(0, len(places), _WEIGHED_ROWS):
+        part = slice(at, at + _WEIGHED_ROWS)
+        scores = _scores(query[:, :, part], all_keys, rule)
+        scores = scores.masked_fill(_hidden(places[part], 0, num_keys, rule.window), float("-inf"))
+        own = lse[:, part].reshape(1, kv_heads, -1, scores.shape[3], 1)
+        mass += torch.exp(scores - own).sum(dim=(0, 2, 3))
+    return mass
 
 
 def _view(keys: Tensor, values: Tensor, run: Run) -> tuple[Tensor, Tensor]:
@@ -310,14 +352,38 @@ def _last(runs: Sequence[Run], position: int) -> tuple[Run, ...]:
     return tuple(kept)
 
 
-class Step:
-    """The running step, laid out once for all layers: its rows for the kernel, or as runs."""
+class LayerReached(Exception):
+    """Ends a forward call early: what it was run for is known. Never leaves the engine."""
 
-    def __init__(self, arena: Arena, sequences: Sequence[SequencePlan], device: torch.device) -> None:
+
+class Step:
+    """The running step, laid out once for all layers: its rows for the kernel, or as runs.
+
+    With ``compare_layer`` it is run only up to there: the keys and values that it computes for that layer are
+    compared with those in their slots, and :class:`LayerReached` is raised.
+
+    Attributes:
+        mass: by layer, for each watched sequence in order, ``[kv_heads, places]``.
+        differences: of ``compare_layer``, sums of squares ``[4, rows]`` in the order of
+            :class:`~ostinato.engines.base.Deviations`.
+    """
+
+    def __init__(
+        self,
+        arena: Arena,
+        sequences: Sequence[SequencePlan],
+        device: torch.device,
+        *,
+        compare_layer: int | None = None,
+    ) -> None:
         slots = np.concatenate([sequence.slots for sequence in sequences])
         self._arena = arena
         self._sequences = sequences
         self._slots = torch.from_numpy(slots.astype(np.int64)).to(device)
+        self._compare_layer = compare_layer
+        self._is_watched = any(sequence.num_watched for sequence in sequences)
+        self.mass: dict[int, list[Tensor]] = {}
+        self.differences: Tensor | None = None
 
     @functools.cached_property
     def _paged(self) -> PagedStep:
@@ -349,24 +415,62 @@ class Step:
         Returns:
             ``[1, T, heads, value_dim]``.
         """
+        if layer == self._compare_layer:
+            self._compare(layer, key, value)
+            raise LayerReached
         shape = self._arena.layers[layer]
         if rule.softcap is None and can_page(shape.key_dim, shape.value_dim, query.dtype, query.device):
             output, lse = self._paged.attend(
                 layer, query, key, value, scaling=rule.scaling, window=rule.window
             )
+            if self._is_watched:
+                self.mass[layer] = self._paged.weigh(
+                    layer, query, _lse_with(lse, sinks), scaling=rule.scaling, window=rule.window
+                )
             return output if sinks is None else _with_sinks(output, lse, sinks)
         keys, values = self._arena.keys[layer], self._arena.values[layer]
         keys.index_copy_(1, self._slots, key[0])
         values.index_copy_(1, self._slots, value[0])
         outputs = []
-        for rows in self._rows:
+        if self._is_watched:
+            self.mass[layer] = []
+        for rows, sequence in zip(self._rows, self._sequences, strict=True):
             part = slice(rows.start, rows.end)
             output, lse = attend_rows(
                 rows, query[:, :, part], key[:, :, part], value[:, :, part], keys, values, rule
             )
+            if sequence.num_watched:
+                watched = query[:, :, rows.end - sequence.num_watched : rows.end]
+                self.mass[layer].append(_weigh(sequence, watched, _lse_with(lse[0].T, sinks), keys, rule))
             output = output.transpose(1, 2)
             outputs.append(output if sinks is None else _with_sinks(output, lse[0].T, sinks))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
+
+    def _compare(self, layer: int, key: Tensor, value: Tensor) -> None:
+        sums = []
+        for new, arena in ((key, self._arena.keys), (value, self._arena.values)):
+            new = new[0].float()
+            old = arena[layer][:, self._slots].float()
+            sums += [(new - old).square().sum(dim=(0, 2)), new.square().sum(dim=(0, 2))]
+        self.differences = torch.stack([sums[0], sums[2], sums[1], sums[3]])
+
+
+def _weigh(sequence: SequencePlan, query: Tensor, lse: Tensor, keys: Tensor, rule: LayerRule) -> Tensor:
+    """Of a sequence's watched rows; ``lse`` ``[rows, heads]`` of all of them."""
+    places = sequence.row_places[-sequence.num_watched :]
+    return weigh_rows(
+        torch.from_numpy(places.astype(np.int64)).to(query.device),
+        runs_of(sequence.block_ids, sequence.block_size, int(places[-1]) + 1),
+        query,
+        lse[-sequence.num_watched :].T,
+        keys,
+        rule,
+    )
+
+
+def _lse_with(lse: Tensor, sinks: Tensor | None) -> Tensor:
+    """Log-sum-exps ``[rows, heads]``, the sinks counted in."""
+    return lse if sinks is None else torch.logaddexp(lse, sinks.to(lse.dtype))
 
 
 def _with_sinks(output: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
@@ -375,8 +479,12 @@ def _with_sinks(output: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
 
 
 def _lay_out(sequence: SequencePlan, start: int, dtype: torch.dtype, device: torch.device) -> Rows:
-    slots = sequence.slots
-    first, position = int(slots[0]), int(sequence.positions[0])
+    slots, places = sequence.slots, sequence.row_places
+    first, position = int(slots[0]), int(places[0])
+    if int(places[-1]) - position != len(places) - 1:
+        runs = runs_of(sequence.block_ids, sequence.block_size, int(places[-1]) + 1)
+        at = torch.from_numpy(places.astype(np.int64)).to(device)
+        return Rows(start, start + len(slots), position, runs, None, None, at)
     in_one_run = int(slots[-1]) - first == len(slots) - 1 and bool((np.diff(slots) == 1).all())
     rows = make_rows(
         start,

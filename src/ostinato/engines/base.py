@@ -6,10 +6,14 @@ Nothing here imports tensors: the scheduler above a runner is plain Python.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, field
+from typing import Protocol, TypeAlias
 
-from ..types import Plan, SamplingParams, TokenArray, TokenLogprob
+from ..types import FloatArray, Plan, SamplingParams, SequencePlan, TokenArray, TokenLogprob
+
+AttentionMass: TypeAlias = tuple[FloatArray, ...]
+"""What watched rows give to each place, for each layer ``[kv_heads, places]``: the softmax's weights (after
+soft caps, sinks and windows), summed over the rows and over the query heads of a key head."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,12 +26,38 @@ class Sampled:
 
 
 @dataclass(frozen=True, slots=True)
+class StepResult:
+    """What came of a step: tokens of the sequences that asked to sample, mass of those that were watched.
+
+    Both are keyed by sequence id.
+    """
+
+    sampled: Mapping[int, Sampled] = field(default_factory=dict)
+    mass: Mapping[int, AttentionMass] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Deviations:
+    """How KV computed anew differs from what lies in its slots, in one layer; each float32 ``[rows]``.
+
+    Sums of squares over heads and dimensions: of the differences, and of the new keys and values themselves
+    (to make the differences relative: by the row's own, or by the mean over rows).
+    """
+
+    key: FloatArray
+    value: FloatArray
+    key_norm: FloatArray
+    value_norm: FloatArray
+
+
+@dataclass(frozen=True, slots=True)
 class RunnerInfo:
     """What a runner can do and what its KV is.
 
     ``reuse`` is false where the model's state cannot be cut at a token; ``reuse_reason`` then says why.
     ``chunked`` is false where a prompt must run in one piece. ``kv_layout``, ``kv_dtype`` and ``rotary``
-    go into the namespace: KV is exchangeable only where they are equal.
+    go into the namespace: KV is exchangeable only where they are equal. ``compaction_reason`` says why a
+    sequence's places must be its positions, where they must.
     """
 
     max_model_len: int
@@ -40,6 +70,7 @@ class RunnerInfo:
     reuse: bool = True
     reuse_reason: str | None = None
     chunked: bool = True
+    compaction_reason: str | None = None
 
 
 class ModelRunner(Protocol):
@@ -51,8 +82,14 @@ class ModelRunner(Protocol):
     def open(self, sequence_id: int, prompt: TokenArray, params: SamplingParams) -> None:
         """Make ready to sample for a sequence; ``prompt`` is what penalties count as prompt."""
 
-    def execute(self, plan: Plan) -> Mapping[int, Sampled]:
-        """Do the copies, compute all rows, and sample for the sequences that asked; keyed by id."""
+    def execute(self, plan: Plan) -> StepResult:
+        """Do the copies, compute all rows, and sample for the sequences that asked."""
+
+    def deviations(self, sequence: SequencePlan, layer: int) -> Deviations:
+        """Run rows up to ``layer`` only, and compare their KV there with what lies in their slots.
+
+        Layers before it are written as in any step. Only of runners that reuse.
+        """
 
     def release_state(self, sequence_id: int) -> None:
         """Forget what a sequence had computed (preemption); its sampling state stays."""

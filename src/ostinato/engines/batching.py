@@ -203,7 +203,7 @@ class Batcher:
         if self._tender is not None:
             self._tender.wake()
         started_s = self._clock.monotonic()
-        sampled = self._runner.execute(plan)
+        sampled = self._runner.execute(plan).sampled
         duration_s = self._clock.monotonic() - started_s
         num_decoding = sum(not sequence.is_prefilling for sequence in planned)
         num_rows = sum(len(rows.tokens) for rows in plan.sequences)

@@ -16,6 +16,9 @@ Gimelshein, 2018), and parts are joined in order by their log-sum-exps (FlashDec
 one thread does all of them. Every sum is a chain of fused multiply-adds in the order of the keys (or of the
 head's dimensions), the same in each of the kernel's shapes; a masked key adds an exact zero.
 
+What rows give to each key (their attention mass) is asked for after that: from the log-sum-exps, in a second
+pass over the keys, which are still in the cache then.
+
 Compiled by numba for the processor at hand, once (the result is cached on disk). What numba's loops would
 not reliably vectorise is written as LLVM vectors; everything compiled stands in this one file because the
 cache is renewed when the file changes.
@@ -258,6 +261,24 @@ def _soften(context, scores, least, sums):
 
 
 @intrinsic
+def _add_weights(context, scores, lse, sums):
+    """Adds ``exp(score - lse)`` of a tile of one row's scores to ``sums``."""
+    signature = types.void(_ADDRESS, types.float32, _ADDRESS)
+
+    def emit(context, builder, signature, args):
+        scores, lse, sums = args
+        e = _Emit(builder)
+        whole = e.broadcast(lse)
+        for v in range(TILE // LANES):
+            place = e.at(sums, v * LANES)
+            weights = e.exp(builder.fsub(e.load(e.at(scores, v * LANES)), whole))
+            e.store(builder.fadd(e.load(place), weights), place)
+        return context.get_dummy_value()
+
+    return signature, emit
+
+
+@intrinsic
 def _add(context, counter, amount):
     """Adds to a number that all threads see, in one step; returns what it was."""
     signature = types.int64(_ADDRESS, types.int64)
@@ -291,8 +312,8 @@ _floats, _ints = _make_pointer(types.float32), _make_pointer(types.int64)
     ROW_TOKEN, ROW_TABLE, ROW_AT, ROW_SHARED, TABLES, BLOCK_SIZE,
     QUERY, QUERY_HEAD, QUERY_ROW, KEYS, VALUES, KEY_DIM, VALUE_DIM, NUM_SLOTS, KV_HEADS, GROUP,
     NUM_ROWS, SLOTS, NEW_KEY, NEW_KEY_HEAD, NEW_KEY_ROW, NEW_VALUE, NEW_VALUE_HEAD, NEW_VALUE_ROW,
-    OUTPUT, LSE, SCALE, WINDOW, NUM_FIELDS,
-) = range(37)  # fmt: skip
+    OUTPUT, LSE, SCALE, WINDOW, MASS, NUM_FIELDS,
+) = range(38)  # fmt: skip
 
 # A unit of work: rows [FIRST, LAST) with one key head over the parts [PART_FIRST, PART_LAST). Where those are
 # not all of [BLOCK_FIRST, BLOCK_LAST), states go to PARTIAL, and whoever finishes last joins them.
@@ -300,6 +321,10 @@ _floats, _ints = _make_pointer(types.float32), _make_pointer(types.int64)
     U_FIRST, U_LAST, U_HEAD, U_PART_FIRST, U_PART_LAST, U_PARTIAL, U_BLOCK, U_BLOCK_FIRST, U_BLOCK_LAST,
     U_COST, NUM_UNIT_FIELDS,
 ) = range(11)  # fmt: skip
+
+# Where MASS is not 0, a unit weighs instead: of the rows [FIRST, LAST), all of one sequence, it adds up what
+# they give to the keys of one part with one key head, and writes it from MASS + TARGET on.
+W_FIRST, W_LAST, W_HEAD, W_PART, W_TARGET, NUM_WEIGH_FIELDS = range(6)
 
 _FLAGS = {"nogil": True, "cache": True, "error_model": "numpy"}
 ALIKE = 1 << 60  # as many tokens as any two rows of one sequence share
@@ -476,9 +501,9 @@ def unit_rows(group):
 
 @numba.njit(**_FLAGS)
 def scratch_floats(group, key_dim, value_dim):
-    """Floats that a thread works on: queries, two states, a tile of keys, its scores, a sum."""
-    most = unit_rows(group) * group
-    return most * (key_dim + 2 * (2 + value_dim)) + TILE * key_dim + _SLICE * TILE + 16
+    """Floats that a thread works on: queries, two states, a tile of keys, its scores, sums."""
+    most = max(_SLICE, unit_rows(group) * group)
+    return most * (key_dim + 2 * (2 + value_dim)) + TILE * key_dim + _SLICE * TILE + TILE
 
 
 @numba.njit(**_FLAGS)
@@ -554,6 +579,19 @@ def _attend_part(job, unit, part, queries, state, buffer):
 
 
 @numba.njit(**_FLAGS)
+def _stack_queries(job, head, first, num_stacked, target):
+    """Scaled queries of a key head, from the stacked row ``first`` on: ``target[num_stacked, key_dim]``."""
+    group, dim, scale = job[GROUP], job[KEY_DIM], _floats(job[SCALE])[0]
+    row_at = _ints(job[ROW_AT])
+    for i in range(num_stacked):
+        row, g = (first + i) // group, (first + i) % group
+        offset = (head * group + g) * job[QUERY_HEAD] + row_at[row] * job[QUERY_ROW]
+        source, to = _floats(job[QUERY] + 4 * offset), _floats(target + 4 * i * dim)
+        for d in range(dim):
+            to[d] = source[d] * scale
+
+
+@numba.njit(**_FLAGS)
 def _attend_unit(job, unit, scratch):
     group, key_dim, value_dim = job[GROUP], job[KEY_DIM], job[VALUE_DIM]
     most = (unit[U_LAST] - unit[U_FIRST]) * group
@@ -562,14 +600,7 @@ def _attend_unit(job, unit, scratch):
     total = queries + 4 * most * key_dim
     state = total + 4 * size
     buffer = state + 4 * size
-    row_at, scale = _ints(job[ROW_AT]), _floats(job[SCALE])[0]
-    for row in range(unit[U_FIRST], unit[U_LAST]):
-        for g in range(group):
-            head = unit[U_HEAD] * group + g
-            source = _floats(job[QUERY] + 4 * (head * job[QUERY_HEAD] + row_at[row] * job[QUERY_ROW]))
-            target = _floats(queries + 4 * ((row - unit[U_FIRST]) * group + g) * key_dim)
-            for d in range(key_dim):
-                target[d] = source[d] * scale
+    _stack_queries(job, unit[U_HEAD], unit[U_FIRST] * group, most, queries)
     _clear(total, most, value_dim)
     is_whole = unit[U_PARTIAL] < 0
     for part in range(unit[U_PART_FIRST], unit[U_PART_LAST]):
@@ -589,6 +620,48 @@ def _attend_unit(job, unit, scratch):
     _finish(job, unit, total)
 
 
+@numba.njit(**_FLAGS)
+def _weigh_unit(job, unit, buffer):
+    group, dim, window, head = job[GROUP], job[KEY_DIM], job[WINDOW], unit[W_HEAD]
+    row_token, row_at, lse = _ints(job[ROW_TOKEN]), _ints(job[ROW_AT]), _floats(job[LSE])
+    table = _ints(job[TABLES] + 8 * _ints(job[ROW_TABLE])[unit[W_FIRST]])
+    first, last = unit[W_FIRST], unit[W_LAST]
+    num_tokens = row_token[last - 1] + 1
+    scores_at = buffer + 4 * dim * TILE
+    sums_at = scores_at + 4 * _SLICE * TILE
+    queries = sums_at + 4 * TILE
+    scores, sums = _floats(scores_at), _floats(sums_at)
+    for token in range(unit[W_PART] * PART, min((unit[W_PART] + 1) * PART, num_tokens), TILE):
+        num_keys = min(TILE, num_tokens - token)
+        _load_keys(job, table, head, token, num_keys, buffer)
+        for i in range(TILE):
+            sums[i] = np.float32(0.0)
+        while row_token[first] < token:
+            first += 1
+        end = last
+        while window and end > first and row_token[end - 1] - window >= token + TILE - 1:
+            end -= 1
+        stacked = first * group
+        while stacked < end * group:
+            rows = min(_SLICE, end * group - stacked)
+            _stack_queries(job, head, stacked, rows, queries)
+            for i in range(rows * TILE):
+                scores[i] = np.float32(0.0)
+            _multiply(queries, dim, buffer, TILE, scores_at, TILE, rows, TILE, dim)
+            for i in range(rows):
+                row, g = (stacked + i) // group, (stacked + i) % group
+                high = min(TILE, row_token[row] + 1 - token)
+                low = max(0, row_token[row] + 1 - window - token) if window else 0
+                if low > 0 or high < TILE:
+                    _hide(_floats(scores_at + 4 * i * TILE), min(low, TILE), max(high, 0))
+                own = lse[(row_at[row] * job[KV_HEADS] + head) * group + g]
+                _add_weights(scores_at + 4 * i * TILE, own, sums_at)
+            stacked += rows
+        target = _floats(job[MASS] + 4 * (unit[W_TARGET] + token))
+        for i in range(num_keys):
+            target[i] = sums[i]
+
+
 @numba.cfunc(types.void(types.voidptr), cache=True, error_model="numpy")
 def run_units(address):
     """What each thread runs, on the address of a job: it takes unit after unit until there is none."""
@@ -600,7 +673,10 @@ def run_units(address):
         index = _add(base + 8 * NEXT_UNIT, 1)
         if index >= job[NUM_UNITS]:
             return
-        _attend_unit(job, _ints(job[UNITS] + 8 * index * NUM_UNIT_FIELDS), scratch)
+        if job[MASS]:
+            _weigh_unit(job, _ints(job[UNITS] + 8 * index * NUM_WEIGH_FIELDS), scratch)
+        else:
+            _attend_unit(job, _ints(job[UNITS] + 8 * index * NUM_UNIT_FIELDS), scratch)
 
 
 @numba.njit(**_FLAGS)

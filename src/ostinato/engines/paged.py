@@ -132,6 +132,7 @@ class PagedStep:
         self._arena = arena
         self._num_threads = torch.get_num_threads()
         self._units: dict[tuple[int, int, int, int, int], _Units] = {}
+        self._weighing: dict[int, _Numbers] = {}
         block_size = sequences[0].block_size
         self._lay_out_rows(sequences)
         self._slots = slots
@@ -160,17 +161,23 @@ class PagedStep:
         order = sorted(range(len(tables)), key=lambda i: tables[i].tobytes()) if len(tables) > 1 else [0]
         shared = np.full(int(lengths.sum()), self._kernel.ALIKE, np.int64)
         at = 0
-        for place, index in enumerate(order):
-            before = tables[order[place - 1]] if place else tables[index][:0]
+        ends = {}  # of each sequence's rows, in this order
+        for turn, index in enumerate(order):
+            before = tables[order[turn - 1]] if turn else tables[index][:0]
             shared[at] = num_common(before, tables[index]) * block_size
             at += int(lengths[index])
-        starts = [int(sequences[i].positions[0]) for i in order]
+            ends[index] = at
         offsets = np.cumsum([0, *(len(tables[i]) for i in order[:-1])])
         self._row_shared = shared
-        self._row_token = _ranges(starts, lengths[order])
+        self._row_token = np.concatenate([sequences[i].row_places for i in order]).astype(np.int64)
         self._row_at = _ranges(firsts[order], lengths[order])
         self._row_table = np.repeat(offsets, lengths[order])
         self._tables = np.concatenate([tables[i] for i in order])
+        self._watched = [
+            (ends[i] - sequence.num_watched, ends[i])
+            for i, sequence in enumerate(sequences)
+            if sequence.num_watched
+        ]
 
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, *, scaling: float, window: int | None
@@ -184,7 +191,7 @@ class PagedStep:
             output ``[1, T, heads, value_dim]`` and log-sum-exp of the scores ``[T, heads]``.
         """
         kernel, job = self._kernel, self._job
-        query, key, value = (t if t.stride(3) == 1 else t.contiguous() for t in (query, key, value))
+        query, key, value = (_dense(t) for t in (query, key, value))
         shape = self._arena.layers[layer]
         heads, num_rows = query.shape[1], query.shape[2]
         group = heads // shape.kv_heads
@@ -192,25 +199,71 @@ class PagedStep:
         lse = query.new_empty(num_rows, heads)
         units = self._cut(shape.kv_heads, group, window or 0, shape.key_dim, shape.value_dim)
         left = units.num_left.copy()
-        self._scale[0] = scaling
+        self._describe(layer, query, scaling, window)
         job[kernel.NEXT_UNIT : kernel.SCRATCH_STRIDE + 1] = (
             0, 0, len(units.table), units.table.ctypes.data, left.ctypes.data, units.scratch.ctypes.data,
             units.scratch_stride,
         )  # fmt: skip
         job[kernel.PARTIALS] = units.partials.ctypes.data
-        job[kernel.QUERY : kernel.GROUP + 1] = (
-            query.data_ptr(), query.stride(1), query.stride(2),
-            self._arena.keys[layer].data_ptr(), self._arena.values[layer].data_ptr(),
-            shape.key_dim, shape.value_dim, self._arena.num_slots, shape.kv_heads, group,
-        )  # fmt: skip
         job[kernel.NEW_KEY : kernel.LSE + 1] = (
             key.data_ptr(), key.stride(1), key.stride(2), value.data_ptr(), value.stride(1), value.stride(2),
             output.data_ptr(), lse.data_ptr(),
         )  # fmt: skip
-        job[kernel.WINDOW] = window or 0
+        job[kernel.MASS] = 0
         kernel.write_rows(job)
         self._launch(job.ctypes.data, self._num_threads)
         return output, lse
+
+    def weigh(
+        self, layer: int, query: Tensor, lse: Tensor, *, scaling: float, window: int | None
+    ) -> list[Tensor]:
+        """What the watched rows of each sequence that has some give to each of its places.
+
+        Args:
+            query: ``[1, heads, T, key_dim]``, as it attended in this layer.
+            lse: log-sum-exp of the scores, ``[T, heads]``.
+
+        Returns:
+            for each watched sequence, in the order of the sequences, ``[kv_heads, places]``.
+        """
+        kernel, job = self._kernel, self._job
+        query, lse = _dense(query), lse.contiguous()
+        shape = self._arena.layers[layer]
+        group = query.shape[1] // shape.kv_heads
+        num_places = [int(self._row_token[last - 1]) + 1 for _, last in self._watched]
+        mass = query.new_empty(sum(num_places) * shape.kv_heads)
+        table = self._weigh_units(shape.kv_heads, num_places)
+        scratch = self._cut(shape.kv_heads, group, window or 0, shape.key_dim, shape.value_dim)
+        self._describe(layer, query, scaling, window)
+        job[kernel.NEXT_UNIT : kernel.SCRATCH_STRIDE + 1] = (
+            0, 0, len(table), table.ctypes.data, 0, scratch.scratch.ctypes.data, scratch.scratch_stride,
+        )  # fmt: skip
+        job[kernel.LSE], job[kernel.MASS] = lse.data_ptr(), mass.data_ptr()
+        self._launch(job.ctypes.data, self._num_threads)
+        pieces = torch.split(mass, [shape.kv_heads * n for n in num_places])
+        return [piece.view(shape.kv_heads, -1) for piece in pieces]
+
+    def _weigh_units(self, kv_heads: int, num_places: Sequence[int]) -> _Numbers:
+        if kv_heads not in self._weighing:
+            part = self._kernel.PART
+            units, offset = [], 0
+            for (first, last), length in zip(self._watched, num_places, strict=True):
+                for head in range(kv_heads):
+                    units += [(first, last, head, p, offset) for p in range(-(-length // part))]
+                    offset += length
+            self._weighing[kv_heads] = np.array(units, np.int64)
+        return self._weighing[kv_heads]
+
+    def _describe(self, layer: int, query: Tensor, scaling: float, window: int | None) -> None:
+        kernel, job, shape = self._kernel, self._job, self._arena.layers[layer]
+        self._scale[0] = scaling
+        job[kernel.QUERY : kernel.GROUP + 1] = (
+            query.data_ptr(), query.stride(1), query.stride(2),
+            self._arena.keys[layer].data_ptr(), self._arena.values[layer].data_ptr(),
+            shape.key_dim, shape.value_dim, self._arena.num_slots, shape.kv_heads,
+            query.shape[1] // shape.kv_heads,
+        )  # fmt: skip
+        job[kernel.WINDOW] = window or 0
 
     def _cut(self, kv_heads: int, group: int, window: int, key_dim: int, value_dim: int) -> _Units:
         kind = (kv_heads, group, window, key_dim, value_dim)
@@ -228,6 +281,11 @@ class PagedStep:
                 stride,
             )
         return self._units[kind]
+
+
+def _dense(tensor: Tensor) -> Tensor:
+    """The tensor, or a copy of it, whose last dimension lies together."""
+    return tensor if tensor.stride(3) == 1 else tensor.contiguous()
 
 
 def _ranges(starts: Sequence[int] | npt.NDArray[np.intp], lengths: npt.NDArray[np.intp]) -> _Numbers:

@@ -19,8 +19,8 @@ from transformers import AttentionInterface
 
 from ..kv.arena import Arena, LayerShape
 from ..types import Plan, SamplingParams, SequencePlan, TokenArray
-from .attention import LayerRule, Step
-from .base import RunnerInfo, Sampled
+from .attention import LayerReached, LayerRule, Step
+from .base import AttentionMass, Deviations, RunnerInfo, Sampled, StepResult
 from .sampling import Sampler
 
 ATTENTION_NAME = "ostinato"
@@ -117,18 +117,40 @@ class LoadedModel:
             reuse=self.reuse_reason is None,
             reuse_reason=self.reuse_reason,
             chunked=self.reuse_reason is None,
+            compaction_reason=self.compaction_reason,
         )
+
+    @property
+    def compaction_reason(self) -> str | None:
+        """Why a sequence's places must be its positions; ``None``: they need not be."""
+        if self.reuse_reason is not None:
+            return self.reuse_reason
+        if any(rule.window is not None for rule in self.rules.values()):
+            return "it has layers with a sliding window, which counts places"
+        return None
 
 
 def forward(loaded: LoadedModel, arena: Arena, sequences: tuple[SequencePlan, ...]) -> Tensor:
-    """All rows of all sequences in one forward call; logits ``[sampled sequences, vocabulary]``.
+    """All rows of all sequences in one forward call; logits ``[sampled sequences, vocabulary]``."""
+    sequences = _at_least_two(sequences)
+    return _call(loaded, sequences, Step(arena, sequences, loaded.device))
 
-    A single row is computed twice: for one row oneDNN splits long sums between its threads, from two on it
+
+def _at_least_two(sequences: tuple[SequencePlan, ...]) -> tuple[SequencePlan, ...]:
+    """A single row is computed twice: for one row oneDNN splits long sums between its threads, from two on it
     does not, and a row's result does not depend on how many others there are. The second costs nothing.
     """
+    if sum(len(sequence.tokens) for sequence in sequences) > 1:
+        return sequences
+    return (sequences[0], replace(sequences[0], sample=False, num_watched=0))
+
+
+def _call(loaded: LoadedModel, sequences: tuple[SequencePlan, ...], step: Step) -> Tensor:
     device = loaded.device
-    if sum(len(sequence.tokens) for sequence in sequences) == 1:
-        sequences = (sequences[0], replace(sequences[0], sample=False))
+    for sequence in sequences:
+        if sequence.places is not None and loaded.compaction_reason is not None:
+            are_positions = np.array_equal(sequence.places, sequence.positions)
+            assert are_positions, f"places must be positions: {loaded.compaction_reason}"
     ends = np.cumsum([len(sequence.tokens) for sequence in sequences])
     sampled = [int(end) - 1 for end, sequence in zip(ends, sequences, strict=True) if sequence.sample]
     tokens = np.concatenate([sequence.tokens for sequence in sequences])
@@ -138,7 +160,7 @@ def forward(loaded: LoadedModel, arena: Arena, sequences: tuple[SequencePlan, ..
         position_ids=torch.from_numpy(positions.astype(np.int64)).to(device).unsqueeze(0),
         use_cache=False,
         logits_to_keep=torch.tensor(sampled, dtype=torch.long, device=device),
-        ostinato=_Running(Step(arena, sequences, device), loaded.rules),
+        ostinato=_Running(step, loaded.rules),
     )
     logits: Tensor = output.logits[0]
     return logits
@@ -164,6 +186,14 @@ class _Samplers:
         self._samplers.pop(sequence_id, None)
 
 
+def _mass_of(step: Step, sequence_ids: list[int]) -> dict[int, AttentionMass]:
+    by_layer = [step.mass[layer] for layer in range(len(step.mass))]
+    return {
+        sequence_id: tuple(masses[i].cpu().numpy() for masses in by_layer)
+        for i, sequence_id in enumerate(sequence_ids)
+    }
+
+
 class PagedRunner:
     """Runs plans on a model whose KV can be cut, in an arena of ``num_slots`` tokens."""
 
@@ -178,13 +208,33 @@ class PagedRunner:
         self._samplers.open(sequence_id, prompt, params)
 
     @torch.inference_mode()
-    def execute(self, plan: Plan) -> dict[int, Sampled]:
+    def execute(self, plan: Plan) -> StepResult:
         for copy in plan.copies:
             self.arena.copy(copy)
         if not plan.sequences:
-            return {}
-        logits = forward(self._loaded, self.arena, plan.sequences)
-        return self._samplers.sample([s.sequence_id for s in plan.sequences if s.sample], logits)
+            return StepResult()
+        sequences = _at_least_two(plan.sequences)
+        step = Step(self.arena, sequences, self._loaded.device)
+        logits = _call(self._loaded, sequences, step)
+        sampled = self._samplers.sample([s.sequence_id for s in plan.sequences if s.sample], logits)
+        watched = [s.sequence_id for s in plan.sequences if s.num_watched]
+        return StepResult(sampled, _mass_of(step, watched) if watched else {})
+
+    @torch.inference_mode()
+    def deviations(self, sequence: SequencePlan, layer: int) -> Deviations:
+        """Compute rows up to ``layer``, and compare their KV there with what lies in their slots.
+
+        In the layers before, KV is written as in any step; in ``layer`` and after it nothing is.
+        """
+        assert 0 <= layer < len(self._loaded.layers), f"there is no layer {layer}"
+        sequences = _at_least_two((replace(sequence, sample=False, num_watched=0),))
+        step = Step(self.arena, sequences, self._loaded.device, compare_layer=layer)
+        try:
+            _call(self._loaded, sequences, step)
+        except LayerReached:
+            assert step.differences is not None
+            return Deviations(*step.differences[:, : len(sequence.tokens)].cpu().numpy())
+        raise AssertionError("the model did not come to that layer")
 
     def release_state(self, sequence_id: int) -> None:
         """Nothing to do: what a sequence computed lies in slots, which its lease gives back."""
@@ -213,13 +263,18 @@ class StatefulRunner:
         self._samplers.open(sequence_id, prompt, params)
 
     @torch.inference_mode()
-    def execute(self, plan: Plan) -> dict[int, Sampled]:
+    def execute(self, plan: Plan) -> StepResult:
         sampled: dict[int, Sampled] = {}
         for sequence in plan.sequences:
+            assert sequence.places is None, "a state has no places"
+            assert not sequence.num_watched, "a state shows no attention"
             logits = self.advance(sequence)
             if sequence.sample:
                 sampled |= self._samplers.sample([sequence.sequence_id], logits)
-        return sampled
+        return StepResult(sampled)
+
+    def deviations(self, sequence: SequencePlan, layer: int) -> Deviations:
+        raise AssertionError("a state has no slots to compare with")
 
     def advance(self, sequence: SequencePlan) -> Tensor:
         """Take in a sequence's rows; the logits of the last one, ``[1, vocabulary]``."""
