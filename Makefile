@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 MAKEFLAGS += --no-print-directory
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: help setup run demo test check format docs bench bench-engine bench-assembly bench-peers bench-prefix bench-serve bench-policies bench-tiers bench-codecs soak soak-tier bench-tenants soak-sim lock clean
+.PHONY: help setup run demo test check format docs bench bench-engine bench-assembly bench-matching bench-peers bench-prefix bench-serve bench-policies bench-tiers bench-codecs soak soak-tier bench-tenants soak-sim lock clean
 
 help:  ## Show this
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  %-14s %s\n", $$1, $$2}'
@@ -75,6 +75,9 @@ soak-sim: setup  ## Two hours of mixed traffic with faults in the simulator: mem
 
 bench-assembly: setup  ## One more turn of a long conversation, and agent sessions, to token ids
 	$(BIN)/python benchmarks/assembly.py
+
+bench-matching: setup  ## Finding what came back elsewhere in a prompt, among ten million tokens
+	$(BIN)/python benchmarks/matching.py
 
 bench-serve: setup  ## What the server adds to the engine
 	$(BIN)/python benchmarks/serve.py
