@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from naive_kv import POLICIES, NaiveIndex, as_array
 
-from ostinato.kv.index import Moment, PrefixIndex
+from ostinato.kv.index import PrefixIndex
+from ostinato.kv.nodes import Moment
 from ostinato.kv.policy import LRU
 
 

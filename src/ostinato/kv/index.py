@@ -28,19 +28,31 @@ No recursion: prompts decide how deep a tree is.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
 from heapq import heapify, heappop, heappush
-from math import inf
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from ostinato.types import BlockIds
 
+from .nodes import (
+    NO_BLOCKS,
+    NO_MATCH,
+    NOTHING_NEW,
+    TOKEN_BYTES,
+    BlockCounts,
+    Deadlines,
+    Inserted,
+    Match,
+    Moment,
+    Node,
+    Tree,
+    assemble,
+    check_node,
+    common_tokens,
+)
 from .policy import (
-    Candidate,
     EvictionPolicy,
     HistoryPolicy,
     NodeStats,
@@ -50,113 +62,9 @@ from .policy import (
     Use,
     VictimQueue,
 )
-from .terms import NO_TERMS, Terms
 
-TOKEN_BYTES = 4
 _MAX_BEHIND = 8  # requests that an order of victims may be old
 _LEAVES_AT_ONCE = 64
-_NO_BLOCKS: BlockIds = np.empty(0, np.intp)
-
-
-class BlockCounts(Protocol):
-    """What the index needs of whoever counts blocks. ``block_ids`` holds distinct ids."""
-
-    def own(self, block_ids: BlockIds) -> int:
-        """A node took these blocks; returns how many had no owner before."""
-
-    def disown(self, block_ids: BlockIds) -> int:
-        """A node gave these blocks up; returns how many became free."""
-
-    def count_held(self, block_ids: BlockIds) -> int:
-        """How many of these blocks a lease holds."""
-
-
-class Node(Candidate):
-    """A run of tokens below its parent. ``tokens`` and ``blocks`` are replaced, never written to."""
-
-    __slots__ = (
-        "blocks", "children", "expires_s", "num_pins", "parent", "stored_s", "terms", "tokens", "tree",
-    )  # fmt: skip
-
-    def __init__(
-        self, tree: Tree, parent: Node | None, tokens: bytes, blocks: BlockIds, *, depth: int, rank: int
-    ) -> None:
-        super().__init__(rank=rank, depth_tokens=depth, num_tokens=len(tokens) // TOKEN_BYTES)
-        self.terms = NO_TERMS
-        self.stored_s = 0.0
-        self.expires_s = 0.0
-        self.num_pins = 0
-        self.tree = tree
-        self.parent = parent  # None: a root, or no longer in a tree
-        self.children: dict[bytes, Node] = {}
-        self.tokens = tokens  # int32, native order
-        self.blocks = blocks
-
-    @property
-    def end_tokens(self) -> int:
-        return self.depth_tokens + self.num_tokens
-
-
-class Tree:
-    """One namespace's tree. Its root holds no tokens; an empty tree is dropped."""
-
-    __slots__ = ("namespace", "num_tokens", "root")
-
-    def __init__(self, namespace: str) -> None:
-        self.namespace = namespace
-        self.num_tokens = 0
-        self.root = Node(self, None, b"", _NO_BLOCKS, depth=0, rank=0)
-
-    def nodes(self) -> Iterator[Node]:
-        """Every node but the root, parents first."""
-        stack = list(self.root.children.values())
-        while stack:
-            node = stack.pop()
-            yield node
-            stack.extend(node.children.values())
-
-
-@dataclass(frozen=True, slots=True)
-class Match:
-    """A path of the index. ``blocks`` cover its first ``num_tokens`` tokens.
-
-    ``overridden`` are blocks of nodes on the path whose place in the table a child's block took: whoever
-    holds ``blocks`` has to hold them too.
-    """
-
-    num_tokens: int
-    blocks: BlockIds
-    overridden: frozenset[int]
-
-
-@dataclass(frozen=True, slots=True)
-class Inserted:
-    """``num_tokens`` tokens became findable, for which ``num_blocks`` blocks got their first owner.
-
-    ``path`` is where they now stand, ``None`` when nothing was new.
-    """
-
-    num_tokens: int = 0
-    num_blocks: int = 0
-    path: Match | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Moment:
-    """When something is used, and for how long that keeps it. ``rank`` orders uses; seconds are a clock's."""
-
-    rank: int
-    now_s: float = 0.0
-    ttl_s: float = inf
-    terms: Terms = NO_TERMS
-
-    @property
-    def expires_s(self) -> float:
-        return self.now_s + self.ttl_s
-
-
-NO_MATCH = Match(0, _NO_BLOCKS, frozenset())
-NOTHING_NEW = Inserted()
 
 
 class PrefixIndex:
@@ -171,10 +79,7 @@ class PrefixIndex:
         self._trees: dict[str, Tree] = {}
         self._policy: EvictionPolicy | None = None
         self._history: HistoryPolicy | None = None
-        self._deadlines: list[
-            tuple[float, int, Node]
-        ] = []  # a heap; an entry may be too early, never too late
-        self._num_deadlines = 0  # ever entered: orders equal ones
+        self._deadlines = Deadlines()
         self._leaves: VictimQueue[Node]
         if isinstance(policy, HistoryPolicy):
             self._history = policy
@@ -208,7 +113,7 @@ class PrefixIndex:
         for node in path[:-1] if parts else path:
             node.num_uses += 1
             self._touch(node, moment)
-        return self._assemble(path, min(found, max_tokens))
+        return assemble(path, min(found, max_tokens), self._block_size)
 
     def hint(self, namespace: str, tokens: bytes, outlook: Outlook) -> int:
         """What is said of ``tokens`` holds for what only they ran through; returns how many tokens that is.
@@ -262,7 +167,7 @@ class PrefixIndex:
                 break
             path.append(child)
             if not tokens.startswith(child.tokens, at):
-                at += TOKEN_BYTES * _common_tokens(child.tokens, tokens, at)
+                at += TOKEN_BYTES * common_tokens(child.tokens, tokens, at)
                 break
             at += len(child.tokens)
             node = child
@@ -275,27 +180,6 @@ class PrefixIndex:
             if node.expires_s <= now_s and not node.num_pins:
                 return path[:place], node.depth_tokens
         return path, found
-
-    def _assemble(self, path: list[Node], num_tokens: int) -> Match:
-        """The table of the first ``num_tokens`` tokens of ``path``."""
-        size = self._block_size
-        num_blocks = -(-num_tokens // size)
-        if num_tokens == 0:
-            return NO_MATCH
-        if num_tokens <= path[0].num_tokens:
-            return Match(num_tokens, path[0].blocks[:num_blocks], frozenset())
-        table = np.empty(num_blocks, np.intp)
-        overridden: set[int] = set()
-        above = path[0]
-        for node in path:
-            if node.depth_tokens >= num_tokens:
-                break
-            first = node.depth_tokens // size
-            if node.depth_tokens % size and above.blocks[-1] != node.blocks[0]:
-                overridden.add(int(above.blocks[-1]))
-            table[first : first + len(node.blocks)] = node.blocks[: num_blocks - first]
-            above = node
-        return Match(num_tokens, table, frozenset(overridden))
 
     # ------------------------------------------------------------ insert
 
@@ -334,7 +218,7 @@ class PrefixIndex:
             self._align(path[-1])
         self._place(path, moment)
         self._count(tree, num_tokens - found)
-        return Inserted(num_tokens - found, num_blocks, self._assemble(path, num_tokens))
+        return Inserted(num_tokens - found, num_blocks, assemble(path, num_tokens, self._block_size))
 
     def _observe(self, use: Use, tokens: bytes) -> list[int]:
         assert self._history is not None
@@ -379,7 +263,7 @@ class PrefixIndex:
         upper.last_used, upper.num_uses, upper.tag = node.last_used, node.num_uses, node.tag
         upper.terms, upper.num_pins = node.terms, node.num_pins
         upper.stored_s, upper.expires_s = node.stored_s, node.expires_s
-        self._note_deadline(upper)
+        self._deadlines.note(upper, self.num_nodes)
         parent.children[upper.tokens[:TOKEN_BYTES]] = upper
         node.parent = upper
         node.tokens = node.tokens[cut_bytes:]
@@ -399,7 +283,7 @@ class PrefixIndex:
         tokens = tokens[TOKEN_BYTES * depth :]
         child = Node(parent.tree, parent, tokens, blocks, depth=depth, rank=moment.rank)
         child.terms, child.stored_s, child.expires_s = moment.terms, moment.now_s, moment.expires_s
-        self._note_deadline(child)
+        self._deadlines.note(child, self.num_nodes)
         self._leaves.drop(parent)
         parent.children[child.tokens[:TOKEN_BYTES]] = child
         self.num_nodes += 1
@@ -512,31 +396,12 @@ class PrefixIndex:
         What is held comes back here until it is let go.
         """
         num_freed, num_before = 0, self.num_tokens
-        due: list[Node] = []
-        while self._deadlines and self._deadlines[0][0] <= now_s:
-            node = heappop(self._deadlines)[2]
-            if node.parent is None or node.expires_s == inf:
-                continue
-            if node.expires_s <= now_s:
-                due.append(node)
-            else:
-                self._note_deadline(node)
-        due.sort(key=lambda node: -node.depth_tokens)
-        for node in due:
+        for node in self._deadlines.take_due(now_s, self.num_nodes):
             if node.parent is not None and not node.children:
                 num_freed += self._trim(node, len(node.blocks))
             if node.parent is not None:
-                self._note_deadline(node)
+                self._deadlines.note(node, self.num_nodes)
         return num_freed, num_before - self.num_tokens
-
-    def _note_deadline(self, node: Node) -> None:
-        if node.expires_s == inf:
-            return
-        self._num_deadlines += 1
-        heappush(self._deadlines, (node.expires_s, self._num_deadlines, node))
-        if len(self._deadlines) > 64 + 2 * self.num_nodes:
-            self._deadlines = [entry for entry in self._deadlines if entry[2].parent is not None]
-            heapify(self._deadlines)
 
     def purge(self, namespace: str, is_meant: Callable[[Node], bool]) -> tuple[int, BlockIds]:
         """Drops every node that is meant, held or not, and what stands below it.
@@ -545,7 +410,7 @@ class PrefixIndex:
         """
         tree = self._trees.get(namespace)
         if tree is None:
-            return 0, _NO_BLOCKS
+            return 0, NO_BLOCKS
         num_before = self.num_tokens
         dropped: list[BlockIds] = []
         todo = list(tree.root.children.values())
@@ -557,7 +422,7 @@ class PrefixIndex:
                 dropped += self._cut_off(node)
             else:
                 todo.extend(node.children.values())
-        return num_before - self.num_tokens, np.unique(np.concatenate(dropped)) if dropped else _NO_BLOCKS
+        return num_before - self.num_tokens, np.unique(np.concatenate(dropped)) if dropped else NO_BLOCKS
 
     def _cut_off(self, top: Node) -> list[BlockIds]:
         """Takes a node and all below it out of its tree, leaves first; returns their blocks."""
@@ -593,7 +458,7 @@ class PrefixIndex:
             path[-1] = self._split(path[-1], found)
         for node in path:
             node.num_pins += 1
-        return self._assemble(path, num_tokens)
+        return assemble(path, num_tokens, self._block_size)
 
     def meets(self, namespace: str, tokens: bytes, is_meant: Callable[[Node], bool]) -> bool:
         """Whether a node that ``tokens`` run through is meant."""
@@ -738,7 +603,7 @@ class PrefixIndex:
                 num_nodes += 1
                 num_tokens += node.num_tokens
                 np.add.at(owners, node.blocks, 1)
-                self._check_node(node, tree, holds)
+                check_node(node, tree, holds, self._block_size)
                 if not node.children:
                     leaves.append(node)
                     waits_for = node.parked_on
@@ -747,42 +612,5 @@ class PrefixIndex:
         self._leaves.check_integrity(leaves)
         assert self.num_tokens == num_tokens
         assert self.num_nodes == num_nodes
-        entered = {id(node): deadline for deadline, _, node in self._deadlines}
-        for tree in self._trees.values():
-            for node in tree.nodes():
-                if node.expires_s < inf:
-                    assert entered[id(node)] <= node.expires_s, "a deadline comes up too late"
+        self._deadlines.check_integrity(node for tree in self._trees.values() for node in tree.nodes())
         return owners
-
-    def _check_node(self, node: Node, tree: Tree, holds: npt.NDArray[np.int32]) -> None:
-        size, parent = self._block_size, node.parent
-        assert parent is not None, "a node without a parent stands in a tree"
-        assert node.tree is tree
-        assert parent.children.get(node.tokens[:TOKEN_BYTES]) is node, "a child under a wrong first token"
-        assert node.num_tokens * TOKEN_BYTES == len(node.tokens) > 0
-        assert node.depth_tokens == parent.end_tokens
-        assert parent is tree.root or parent.expires_s >= node.expires_s, "a child outlives its parent"
-        assert parent is tree.root or parent.num_pins >= node.num_pins, "a child is pinned, its parent is not"
-        assert not node.num_pins or holds[node.blocks].all(), "a pinned block can be evicted"
-        first, behind = node.depth_tokens // size, -(-node.end_tokens // size)
-        assert len(node.blocks) == behind - first, f"{len(node.blocks)} blocks cover [{first}, {behind})"
-        is_held = holds[node.blocks] > 0
-        assert (is_held[:-1] >= is_held[1:]).all(), "an entry is held, the one before it is not"
-        if is_held[0] and parent is not tree.root:
-            assert holds[parent.blocks[-1]], "a child is held, its parent is not"
-        above: Node | None = node
-        seen, is_apart = node.blocks[0], False
-        while above is not None and above.depth_tokens % size and above.depth_tokens // size == first:
-            above = above.parent
-            assert above is not None
-            is_same = above.blocks[-1] == seen
-            assert not (is_apart and is_same), f"the entries of block {seen} do not lie together"
-            is_apart = is_apart or not is_same
-
-
-def _common_tokens(edge: bytes, tokens: bytes, at: int) -> int:
-    """How many tokens ``edge`` and ``tokens`` from byte ``at`` on have in common."""
-    length = min(len(edge), len(tokens) - at) // TOKEN_BYTES
-    differ = np.frombuffer(edge, np.int32, length) != np.frombuffer(tokens, np.int32, length, at)
-    first = int(differ.argmax())
-    return first if differ[first] else length

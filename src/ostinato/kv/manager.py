@@ -17,7 +17,8 @@ from ostinato.ports import Clock
 from ostinato.types import BlockIds, SlotCopy, TokenArray
 
 from .hashing import Namespace
-from .index import NOTHING_NEW, TOKEN_BYTES, Match, Moment, Node, PrefixIndex
+from .index import PrefixIndex
+from .nodes import NOTHING_NEW, TOKEN_BYTES, Match, Moment, Node
 from .pins import Pin, Pins
 from .policy import LRU, NO_HINTS, EvictionPolicy, HistoryPolicy, Outlook, RequestHints, Use
 from .pool import BlockPool, BlockTable

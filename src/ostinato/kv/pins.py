@@ -15,7 +15,8 @@ from .hashing import Namespace, digest_bytes
 from .terms import Terms
 
 if TYPE_CHECKING:
-    from .index import Match, Moment, Node, PrefixIndex
+    from .index import PrefixIndex
+    from .nodes import Match, Moment, Node
     from .pool import BlockPool
 
 _ID_CONTEXT = "ostinato pin v1"
