@@ -16,8 +16,8 @@ Gimelshein, 2018), and parts are joined in order by their log-sum-exps (FlashDec
 one thread does all of them. Every sum is a chain of fused multiply-adds in the order of the keys (or of the
 head's dimensions), the same in each of the kernel's shapes; a masked key adds an exact zero.
 
-What rows give to each key (their attention mass) is asked for after that: from the log-sum-exps, in a second
-pass over the keys, which are still in the cache then.
+What rows give to each key (their attention mass) is asked for after that, and follows from their
+log-sum-exps: of a few rows the scores were kept, of many they are computed once more, tile by tile.
 
 Compiled by numba for the processor at hand, once (the result is cached on disk). What numba's loops would
 not reliably vectorise is written as LLVM vectors; everything compiled stands in this one file because the
@@ -312,8 +312,8 @@ _floats, _ints = _make_pointer(types.float32), _make_pointer(types.int64)
     ROW_TOKEN, ROW_TABLE, ROW_AT, ROW_SHARED, TABLES, BLOCK_SIZE,
     QUERY, QUERY_HEAD, QUERY_ROW, KEYS, VALUES, KEY_DIM, VALUE_DIM, NUM_SLOTS, KV_HEADS, GROUP,
     NUM_ROWS, SLOTS, NEW_KEY, NEW_KEY_HEAD, NEW_KEY_ROW, NEW_VALUE, NEW_VALUE_HEAD, NEW_VALUE_ROW,
-    OUTPUT, LSE, SCALE, WINDOW, MASS, NUM_FIELDS,
-) = range(38)  # fmt: skip
+    OUTPUT, LSE, SCALE, WINDOW, MASS, ROW_KEPT, KEPT, NUM_FIELDS,
+) = range(40)  # fmt: skip
 
 # A unit of work: rows [FIRST, LAST) with one key head over the parts [PART_FIRST, PART_LAST). Where those are
 # not all of [BLOCK_FIRST, BLOCK_LAST), states go to PARTIAL, and whoever finishes last joins them.
@@ -443,6 +443,15 @@ def _hide(scores, low, high):
 
 
 @numba.njit(**_FLAGS)
+def _kept_scores(job, row, head):
+    """Where the scores of a row and query head are kept, in whole tiles; 0 if they are not."""
+    if not job[KEPT] or _ints(job[ROW_KEPT])[row] < 0:
+        return 0
+    length = (_ints(job[ROW_TOKEN])[row] // TILE + 1) * TILE
+    return job[KEPT] + 4 * (_ints(job[ROW_KEPT])[row] + head * length)
+
+
+@numba.njit(**_FLAGS)
 def _attend_tile(job, unit, first, last, token, queries, state, buffer):
     """Rows ``[first, last)`` of a unit, which have the tile at ``token`` in common, take it in.
 
@@ -476,11 +485,17 @@ def _attend_tile(job, unit, first, last, token, queries, state, buffer):
             queries + 4 * stacked * key_dim, key_dim, buffer, TILE, scores_at, TILE, rows, TILE, key_dim
         )
         for i in range(rows):
-            own = row_token[unit_first + (stacked + i) // group]
+            row = unit_first + (stacked + i) // group
+            own = row_token[row]
             high = min(TILE, own + 1 - token)
             low = max(0, own + 1 - window - token) if window else 0
             if low > 0 or high < TILE:
                 _hide(_floats(scores_at + 4 * i * TILE), min(low, TILE), max(high, 0))
+            kept = _kept_scores(job, row, head * group + (stacked + i) % group)
+            if kept and high > 0:
+                target = _floats(kept + 4 * token)
+                for j in range(TILE):
+                    target[j] = scores[i * TILE + j]
             before = greatest[stacked + i]
             now = _soften(scores_at + 4 * i * TILE, before, sums_at)
             if now != before and total[stacked + i] != 0.0:
@@ -626,6 +641,7 @@ def _weigh_unit(job, unit, buffer):
     row_token, row_at, lse = _ints(job[ROW_TOKEN]), _ints(job[ROW_AT]), _floats(job[LSE])
     table = _ints(job[TABLES] + 8 * _ints(job[ROW_TABLE])[unit[W_FIRST]])
     first, last = unit[W_FIRST], unit[W_LAST]
+    is_kept = _kept_scores(job, first, 0) != 0
     num_tokens = row_token[last - 1] + 1
     scores_at = buffer + 4 * dim * TILE
     sums_at = scores_at + 4 * _SLICE * TILE
@@ -633,7 +649,8 @@ def _weigh_unit(job, unit, buffer):
     scores, sums = _floats(scores_at), _floats(sums_at)
     for token in range(unit[W_PART] * PART, min((unit[W_PART] + 1) * PART, num_tokens), TILE):
         num_keys = min(TILE, num_tokens - token)
-        _load_keys(job, table, head, token, num_keys, buffer)
+        if not is_kept:
+            _load_keys(job, table, head, token, num_keys, buffer)
         for i in range(TILE):
             sums[i] = np.float32(0.0)
         while row_token[first] < token:
@@ -644,18 +661,23 @@ def _weigh_unit(job, unit, buffer):
         stacked = first * group
         while stacked < end * group:
             rows = min(_SLICE, end * group - stacked)
-            _stack_queries(job, head, stacked, rows, queries)
-            for i in range(rows * TILE):
-                scores[i] = np.float32(0.0)
-            _multiply(queries, dim, buffer, TILE, scores_at, TILE, rows, TILE, dim)
+            if not is_kept:
+                _stack_queries(job, head, stacked, rows, queries)
+                for i in range(rows * TILE):
+                    scores[i] = np.float32(0.0)
+                _multiply(queries, dim, buffer, TILE, scores_at, TILE, rows, TILE, dim)
             for i in range(rows):
                 row, g = (stacked + i) // group, (stacked + i) % group
                 high = min(TILE, row_token[row] + 1 - token)
                 low = max(0, row_token[row] + 1 - window - token) if window else 0
-                if low > 0 or high < TILE:
-                    _hide(_floats(scores_at + 4 * i * TILE), min(low, TILE), max(high, 0))
-                own = lse[(row_at[row] * job[KV_HEADS] + head) * group + g]
-                _add_weights(scores_at + 4 * i * TILE, own, sums_at)
+                if high <= 0 or low >= TILE:
+                    continue
+                at = scores_at + 4 * i * TILE
+                if is_kept:
+                    at = _kept_scores(job, row, head * group + g) + 4 * token
+                elif low > 0 or high < TILE:
+                    _hide(_floats(at), low, high)
+                _add_weights(at, lse[(row_at[row] * job[KV_HEADS] + head) * group + g], sums_at)
             stacked += rows
         target = _floats(job[MASS] + 4 * (unit[W_TARGET] + token))
         for i in range(num_keys):

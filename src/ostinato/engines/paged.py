@@ -30,6 +30,7 @@ _log = logging.getLogger(__name__)
 
 _Numbers = npt.NDArray[np.int64]
 _SLOW_S = 2.0
+_KEPT_ROWS = 4  # so many watched rows of a sequence at most have their scores kept instead of computed again
 
 
 @cache
@@ -133,6 +134,7 @@ class PagedStep:
         self._num_threads = torch.get_num_threads()
         self._units: dict[tuple[int, int, int, int, int], _Units] = {}
         self._weighing: dict[int, _Numbers] = {}
+        self._kept: dict[int, tuple[_Numbers, npt.NDArray[np.float32]]] = {}
         block_size = sequences[0].block_size
         self._lay_out_rows(sequences)
         self._slots = slots
@@ -209,7 +211,10 @@ class PagedStep:
             key.data_ptr(), key.stride(1), key.stride(2), value.data_ptr(), value.stride(1), value.stride(2),
             output.data_ptr(), lse.data_ptr(),
         )  # fmt: skip
-        job[kernel.MASS] = 0
+        job[kernel.MASS] = job[kernel.KEPT] = 0
+        if self._watched:
+            row_kept, kept = self._keep(heads)
+            job[kernel.ROW_KEPT], job[kernel.KEPT] = row_kept.ctypes.data, kept.ctypes.data
         kernel.write_rows(job)
         self._launch(job.ctypes.data, self._num_threads)
         return output, lse
@@ -242,6 +247,19 @@ class PagedStep:
         self._launch(job.ctypes.data, self._num_threads)
         pieces = torch.split(mass, [shape.kv_heads * n for n in num_places])
         return [piece.view(shape.kv_heads, -1) for piece in pieces]
+
+    def _keep(self, heads: int) -> tuple[_Numbers, npt.NDArray[np.float32]]:
+        """Where the scores of each row are kept (-1: nowhere), and the room for them."""
+        if heads not in self._kept:
+            tile, offset = self._kernel.TILE, 0
+            starts = np.full(len(self._row_token), -1, np.int64)
+            for first, last in self._watched:
+                if last - first <= _KEPT_ROWS:
+                    for row in range(first, last):
+                        starts[row] = offset
+                        offset += heads * (int(self._row_token[row]) // tile + 1) * tile
+            self._kept[heads] = starts, np.empty(max(1, offset), np.float32)
+        return self._kept[heads]
 
     def _weigh_units(self, kv_heads: int, num_places: Sequence[int]) -> _Numbers:
         if kv_heads not in self._weighing:
