@@ -73,6 +73,9 @@ bench-policies: setup  ## Eviction policies on recorded traces, against the opti
 soak-sim: setup  ## Two hours of mixed traffic with faults in the simulator: memory stays flat
 	$(BIN)/python benchmarks/soak_sim.py
 
+bench-planner: setup  ## Vendors' prompt caches: planned breakpoints against none, and against the optimum
+	$(BIN)/python benchmarks/planner.py
+
 bench-assembly: setup  ## One more turn of a long conversation, and agent sessions, to token ids
 	$(BIN)/python benchmarks/assembly.py
 

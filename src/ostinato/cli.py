@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from . import __version__, cli_cache, cli_prompt, cli_replay, cli_warm
+from . import __version__, cli_cache, cli_prompt, cli_providers, cli_replay, cli_warm
 from .config import Settings, parse_size, tame_waiting_threads
 from .errors import ClientError, OstinatoError
 from .kv.codecs.spec import is_lossy
@@ -376,3 +376,5 @@ main.add_command(cli_prompt.prompt)
 main.add_command(cli_cache.cache)
 main.add_command(cli_replay.replay)
 main.add_command(cli_warm.warm)
+main.add_command(cli_providers.plan)
+main.add_command(cli_providers.providers)

@@ -287,3 +287,8 @@ def _common_length(first: str, second: str, a: int, b: int) -> int:
         else:
             high = middle - 1
     return low
+
+
+def is_volatile(text: str) -> bool:
+    """Whether there is a time, a uuid or an id in it: what is likely to be another one next time."""
+    return any(pattern.search(text) for name, pattern in _KINDS if name != "number format")
