@@ -5,6 +5,7 @@ Nothing here imports tensors: the scheduler above a runner is plain Python.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias
@@ -57,7 +58,8 @@ class RunnerInfo:
     ``reuse`` is false where the model's state cannot be cut at a token; ``reuse_reason`` then says why.
     ``chunked`` is false where a prompt must run in one piece. ``kv_layout``, ``kv_dtype`` and ``rotary``
     go into the namespace: KV is exchangeable only where they are equal. ``compaction_reason`` says why a
-    sequence's places must be its positions, where they must.
+    sequence's places must be its positions, where they must. For a row, attending to ``keys_a_row`` keys is
+    as much arithmetic as its way through the weights.
     """
 
     max_model_len: int
@@ -71,6 +73,7 @@ class RunnerInfo:
     reuse_reason: str | None = None
     chunked: bool = True
     compaction_reason: str | None = None
+    keys_a_row: float = math.inf
 
 
 class ModelRunner(Protocol):

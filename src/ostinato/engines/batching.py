@@ -37,7 +37,7 @@ from ..types import (
 )
 from .base import ModelRunner, Sampled
 from .line import Turns, prefixes_first
-from .pace import Pace
+from .pace import Pace, Room
 from .sequence import Sequence, SequenceStats
 from .worker import Worker
 
@@ -106,7 +106,7 @@ class Batcher:
         self._tier_link = tier_link
         self._sessions = sessions
         self._tender = tender
-        self._pace = Pace(self._settings.itl_target_s)
+        self._pace = Pace(self._settings.itl_target_s, keys_a_row=self._info.keys_a_row)
         self._turns = Turns()
         self._copies: list[SlotCopy] = []
         self._refused: tuple[int, int, int] | None = None  # who found no room, blocks and leases then
@@ -205,9 +205,7 @@ class Batcher:
         started_s = self._clock.monotonic()
         sampled = self._runner.execute(plan).sampled
         duration_s = self._clock.monotonic() - started_s
-        num_decoding = sum(not sequence.is_prefilling for sequence in planned)
-        num_rows = sum(len(rows.tokens) for rows in plan.sequences)
-        self._pace.note(num_decoding, num_rows - num_decoding, duration_s)
+        self._note_pace(plan, planned, duration_s)
         if self._tier_link is not None:
             self._tier_link.note_step(plan, duration_s)
         self._postprocess(plan, planned, sampled)
@@ -245,30 +243,45 @@ class Batcher:
         """Choose this step's rows. Decoding comes first, then prompts in order of arrival."""
         self._copies = []
         self._take_loaded()
-        budget = self._settings.max_batch_tokens
         planned: list[tuple[Sequence, int]] = []
         for sequence in [s for s in self._running if not s.is_prefilling]:
             if sequence.lease is not None and self._make_room(sequence):
                 planned.append((sequence, 1))
         planned = [(s, n) for s, n in planned if s.lease is not None]  # some were preempted after all
-        budget = self._pace.limit(len(planned), budget - len(planned))
+        room = self._room([s for s, _ in planned])
         for sequence in [s for s in self._running if s.is_prefilling]:
-            budget -= self._plan_chunk(sequence, budget, planned)
+            self._plan_chunk(sequence, room, planned)
         while self._num_open < self._settings.max_sequences:
-            admitted = self._admit(can_compute=budget > 0)
+            admitted = self._admit(can_compute=room.is_open)
             if admitted is None:
                 break
-            budget -= self._plan_chunk(admitted, budget, planned)
+            self._plan_chunk(admitted, room, planned)
         plan = Plan(tuple(self._plan_rows(s, n) for s, n in planned), tuple(self._copies))
         return plan, [s for s, _ in planned]
 
-    def _plan_chunk(self, sequence: Sequence, budget: int, planned: list[tuple[Sequence, int]]) -> int:
+    def _room(self, decoding: list[Sequence]) -> Room:
+        """What the step has for prompts beside those who decode."""
+        num_readers = sum(sequence.num_output > 1 for sequence in decoding)
+        work = sum(self._pace.work(sequence.num_computed, 1) for sequence in decoding)
+        return self._pace.room(work, num_readers, self._settings.max_batch_tokens - len(decoding))
+
+    def _note_pace(self, plan: Plan, planned: list[Sequence], duration_s: float) -> None:
+        decoding = prompts = 0.0
+        for rows, sequence in zip(plan.sequences, planned, strict=True):
+            work = self._pace.work(sequence.num_computed, len(rows.tokens))
+            if sequence.is_prefilling:
+                prompts += work
+            else:
+                decoding += work
+        self._pace.note(decoding, prompts, duration_s)
+
+    def _plan_chunk(self, sequence: Sequence, room: Room, planned: list[tuple[Sequence, int]]) -> None:
         remaining = sequence.num_tokens - sequence.num_computed
-        rows = min(remaining, budget) if self._info.chunked else remaining
-        if rows <= 0:
-            return 0
-        planned.append((sequence, rows))
-        return rows
+        num_rows = room.take(sequence.num_computed, remaining)
+        if not self._info.chunked:
+            num_rows = remaining
+        if num_rows > 0:
+            planned.append((sequence, num_rows))
 
     def _plan_rows(self, sequence: Sequence, num_rows: int) -> SequencePlan:
         assert sequence.lease is not None

@@ -8,6 +8,7 @@ writes them to the arena and attends to where they lie. No cache object of trans
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -118,7 +119,20 @@ class LoadedModel:
             reuse_reason=self.reuse_reason,
             chunked=self.reuse_reason is None,
             compaction_reason=self.compaction_reason,
+            keys_a_row=self._keys_a_row,
         )
+
+    @property
+    def _keys_a_row(self) -> float:
+        """A multiplication for each weight; two in each layer and query head for each of a key's numbers.
+
+        The heads of a layer together are taken to be as wide as what goes in and out of it.
+        """
+        if not self.layers:
+            return math.inf
+        num_weights = self.weight_bytes / self.dtype.itemsize
+        width: int = self.model.get_input_embeddings().weight.shape[1]
+        return num_weights / (2 * width * len(self.layers))
 
     @property
     def compaction_reason(self) -> str | None:
