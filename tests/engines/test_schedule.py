@@ -48,10 +48,13 @@ def learned(pace: Pace, *, read_s: float, row_s: float, decoding: float = 4.0) -
 
 
 def test_nobody_read_to_means_as_much_as_may_be() -> None:
-    pace = learned(Pace(target_s=0.001), read_s=0.05, row_s=0.001)
+    pace = learned(Pace(times=1.0), read_s=0.05, row_s=0.001)
     assert pace.room(0, 0, 512).take(0, 1000) == 512
     assert pace.room(4, 0, 512).take(0, 1000) == 512, "all of them have only just begun"
     assert pace.room(4, 1, 512).take(0, 1000) == 16
+    told = learned(Pace(target_s=0.001), read_s=0.05, row_s=0.001)
+    assert told.room(4, 0, 512).take(0, 1000) == 16, "the operator's word holds for everybody"
+    assert told.room(0, 0, 512).take(0, 1000) == 512
 
 
 @given(

@@ -54,7 +54,7 @@ class BatchingSettings:
 
     ``growth_tokens`` is how far ahead a growing sequence reaches for room next to its last block, so that
     what it attends to lies together. ``itl_target_s`` is how long a step may last while somebody is decoding
-    (:class:`~ostinato.engines.pace.Pace`); ``None``: four times as long as without prompts beside it.
+    (:class:`~ostinato.engines.pace.Pace`); ``None``: four times as long as without prompts for as many.
     """
 
     max_batch_tokens: int = 512

@@ -2,7 +2,7 @@
 
 Everybody who is decoding waits for the whole step. So while anyone is, prompts are cut so that a step lasts
 no longer than the target, by what work has been measured to cost. Work is counted in rows: one for each row,
-and more for what it attends to. Nobody decoding: steps are as large as may be.
+and more for what it attends to. Nobody being read to: steps are as large as may be.
 """
 
 from __future__ import annotations
@@ -80,8 +80,8 @@ class Pace:
     def __init__(
         self, target_s: float | None = None, *, times: float = 4.0, keys_a_row: float = math.inf
     ) -> None:
-        """``target_s``: the longest step while somebody is read to; ``None``: ``times`` as long as one that
-        only decodes for as many.
+        """``target_s``: the longest step while somebody decodes, as the operator has it; ``None``: ``times``
+        as long as one that only decodes for as many, while somebody has more than a first token.
         """
         self.target_s = target_s
         self.times = times
@@ -107,10 +107,11 @@ class Pace:
     def room(self, decoding: float, num_readers: int, num_rows: int) -> Room:
         """What the next step may take of prompts, up to ``num_rows``, beside so much work of decoding.
 
-        ``num_readers`` of those who decode are being read to. One who has just begun is not: who came
-        together begins together, so a pause after the first token is better than others waiting for theirs.
+        ``num_readers`` of those who decode have more than one token. One who has just begun is held to no
+        target but the operator's: who came together begins together, so a pause after the first token is
+        better than others waiting for theirs.
         """
-        if num_readers == 0:
+        if (num_readers if self.target_s is None else decoding) == 0:
             return Room(num_rows, math.inf, self._keys_a_row)
         if self._alone is None or self._num_beside >= _MOST_BESIDE:
             return Room(0, 0.0, self._keys_a_row)
