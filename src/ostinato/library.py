@@ -45,6 +45,7 @@ from .types import (
 )
 
 if TYPE_CHECKING:
+    from .beam import Beam
     from .engines.base import RunnerInfo
     from .engines.runners import PagedRunner
     from .engines.worker import Worker
@@ -111,9 +112,10 @@ class Engine:
     """A loaded model with its cache. Thread-safe; close it, or use it as a context manager.
 
     Keyword arguments of the methods are the fields of :class:`~ostinato.types.SamplingParams`, ``n``
-    (choices), ``salt`` (keeps this caller's KV apart), ``cache_ttl`` (seconds after its last use for which it
-    is kept), ``deadline`` (seconds that the answer may take; then it ends with what it has) and ``session``
-    (an id, or a :class:`~ostinato.types.Session`: a hint of what is worth keeping), and for conversations:
+    (choices), ``best_of`` (so many are computed, and the ``n`` likeliest kept), ``salt`` (keeps this caller's
+    KV apart), ``cache_ttl`` (seconds after its last use for which it is kept), ``deadline`` (seconds that the
+    answer may take; then it ends with what it has) and ``session`` (an id, or a
+    :class:`~ostinato.types.Session`: a hint of what is worth keeping), and for conversations:
 
     - ``tools``: what the model may call, in OpenAI's form. Calls come back as ``tool_calls``.
     - ``trim``: ``"off"``, ``"drop"``, ``"shorten"``, ``"sticky"``, or :class:`~ostinato.types.TrimRules` (or
@@ -175,6 +177,36 @@ class Engine:
         """Continue a raw prompt, given as text or as token ids."""
         return _collect(self.runtime.iterate(self._prepare(GenerationRequest(_raw_prompt(prompt)), options)))
 
+    def beam_search(
+        self,
+        prompt: ConversationLike | SequenceOf[int],
+        *,
+        beam_width: int,
+        max_tokens: int,
+        length_penalty: float = 1.0,
+        ignore_eos: bool = False,
+        salt: str = "",
+    ) -> tuple[Beam, ...]:
+        """The likeliest answers to a conversation (or continuations of token ids) as a whole, best first.
+
+        Beams share in the cache what they have in common. ``length_penalty`` below 1 prefers short ones.
+
+        Raises:
+            ParameterError: a value is out of range.
+            ClientError, EngineError: as for any request.
+        """
+        from .beam import search
+
+        request = GenerationRequest(self._asked(prompt), SamplingParams(max_tokens=max_tokens), salt=salt)
+        prepared = self.runtime.prepare(request)
+        return search(
+            self.runtime,
+            prepared,
+            beam_width=beam_width,
+            length_penalty=length_penalty,
+            ignore_eos=ignore_eos,
+        )
+
     def session(
         self, id: str, state: SessionState, *, expires_in_s: float | None = None, salt: str = ""
     ) -> bool:
@@ -196,10 +228,12 @@ class Engine:
             PinRefusedError: more than may be pinned; both numbers are in it.
             ParameterError: it is shorter than a block.
         """
+        return self.runtime.pin(GenerationRequest(self._asked(prompt), salt=salt), ttl_s)
+
+    def _asked(self, prompt: ConversationLike | SequenceOf[int]) -> Conversation | str | tuple[int, ...]:
         is_ids = not isinstance(prompt, str | Conversation) and all(isinstance(item, int) for item in prompt)
         given: Any = prompt
-        asked = _raw_prompt(given) if is_ids else _conversation(given, roles=self.runtime.roles)
-        return self.runtime.pin(GenerationRequest(asked, salt=salt), ttl_s)
+        return _raw_prompt(given) if is_ids else _conversation(given, roles=self.runtime.roles)
 
     def unpin(self, pin: Pin | str) -> bool:
         """Let go of a pin, by itself or its id; false when it is gone already."""
@@ -254,6 +288,7 @@ class Engine:
 
     def _prepare(self, request: GenerationRequest, options: dict[str, Any]) -> Prepared:
         num_choices = options.pop("n", 1)
+        best_of = options.pop("best_of", None)
         ttl_s = options.pop("cache_ttl", None)
         deadline_s = options.pop("deadline", None)
         session = options.pop("session", None)
@@ -275,6 +310,7 @@ class Engine:
                 request,
                 params=params,
                 num_choices=num_choices,
+                best_of=best_of,
                 salt=salt,
                 session=session,
                 cache_ttl_s=ttl_s,

@@ -47,6 +47,7 @@ from .prompt.detokenize import Detokenizer
 from .prompt.registry import PromptRegistry
 from .prompt.rules import CustomRole
 from .prompt.template import Template
+from .ranking import BestOf
 from .types import (
     Chunk,
     Conversation,
@@ -234,7 +235,7 @@ class Runtime:
         self._manager = manager
         self._keeper = keeper or Keeper(manager, None, manager.block_size * info.kv_bytes_per_token)
         self._sessions = sessions
-        self._eos_token_ids = eos_token_ids
+        self.eos_token_ids = eos_token_ids
         self._tier_link = tier_link
         self._deadline_s = deadline_s
         self._accepting = True
@@ -374,6 +375,9 @@ class Runtime:
             raise ParameterError("deadline must be seconds above 0", param="deadline")
         if not _is_whole(request.num_choices) or not 1 <= request.num_choices <= MAX_CHOICES:
             raise ParameterError(f"n must be between 1 and {MAX_CHOICES}", param="n")
+        best_of = request.best_of
+        if best_of is not None and not (_is_whole(best_of) and request.num_choices <= best_of <= MAX_CHOICES):
+            raise ParameterError(f"best_of must be between n and {MAX_CHOICES}", param="best_of")
         if isinstance(request.prompt, tuple) and any(
             not (_is_whole(token) and 0 <= token < self.info.vocab_size) for token in request.prompt
         ):
@@ -432,13 +436,17 @@ class Runtime:
             space = prepared.namespace.digest
             self.observe(RequestFinished(reason, usage, request, prepared.tokens, space))
 
-        answer = Answer(prepared.assembled, request.num_choices, deliver, done)
+        num_computed = request.best_of or request.num_choices
+        if num_computed > request.num_choices:
+            deliver = BestOf(request.num_choices, deliver, with_logprobs=params.logprobs is not None).take
+            params = replace(params, logprobs=params.logprobs or 0)
+        answer = Answer(prepared.assembled, num_computed, deliver, done)
         keep = self.assembler.keeper(prepared.assembled)
         stop_ids = frozenset(params.stop_token_ids)
         if not params.ignore_eos:
-            stop_ids |= self._eos_token_ids
+            stop_ids |= self.eos_token_ids
         sequences = []
-        for index in range(request.num_choices):
+        for index in range(num_computed):
             seed = None if params.seed is None else params.seed + index
             sequences.append(
                 Sequence(
@@ -454,7 +462,7 @@ class Runtime:
                     ),
                     max_new_tokens=prepared.max_new_tokens,
                     stop_token_ids=stop_ids,
-                    num_choices=request.num_choices,
+                    num_choices=num_computed,
                     offers_tools=isinstance(request.prompt, Conversation) and bool(request.prompt.tools),
                     session=request.session,
                     terms=terms_of(prepared),

@@ -354,8 +354,9 @@ class GenerationRequest:
     """What a door hands to the runtime: a conversation, or a raw prompt as text or as token ids.
 
     ``salt`` keeps this request's KV apart from everyone else's with another salt. ``num_choices`` is
-    OpenAI's ``n``. Of conversations only: ``trim`` (``None``: as the runtime is set) and ``pinned``, the
-    indices of messages that trimming must leave; ``named_prompt``, whose messages come first;
+    OpenAI's ``n``; with ``best_of`` so many are computed, and those whose tokens are likeliest on average
+    come once all are there. Of conversations only: ``trim`` (``None``: as the runtime is set) and
+    ``pinned``, the indices of messages that trimming must leave; ``named_prompt``, whose messages come first;
     ``continue_final_message``: go on with the assistant's last message instead of answering it;
     ``canonical``: whether to apply the runtime's rules of canonical form, where it has some.
     ``is_warming``: nobody waits for the answer, it is asked for what it leaves in the cache; such requests
@@ -368,6 +369,7 @@ class GenerationRequest:
     prompt: Conversation | str | tuple[int, ...]
     params: SamplingParams = SamplingParams()
     num_choices: int = 1
+    best_of: int | None = None
     salt: str = ""
     request_id: str = ""
     trim: TrimRules | None = None

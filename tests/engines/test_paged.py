@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from dataclasses import dataclass
 
 import numpy as np
@@ -212,6 +213,24 @@ def test_a_pool_of_threads_serves_where_torch_has_no_team(monkeypatch: pytest.Mo
         paged._launcher.cache_clear()
     torch.testing.assert_close(outputs[0], world.expected(0, 699, 700, None), atol=1e-5, rtol=1e-4)
     torch.testing.assert_close(outputs[1], world.expected(1, 30, 90, None), atol=1e-5, rtol=1e-4)
+
+
+def test_whoever_waits_for_the_compiler_is_told(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    kernel, seen = paged.load_kernel(), []
+    assert kernel is not None
+
+    def compile_slowly(*_: object) -> None:
+        limit_s = time.monotonic() + 20
+        while not caplog.messages and time.monotonic() < limit_s:
+            time.sleep(0.01)
+        seen.extend(caplog.messages)
+
+    monkeypatch.setattr(paged, "_SLOW_S", 0.01)
+    monkeypatch.setattr(kernel, "write_rows", compile_slowly)
+    assert paged.load_kernel.__wrapped__() is kernel
+    assert seen == [paged.COMPILING], "while it lasts, not afterwards"
 
 
 def test_rows_with_a_common_prefix_are_one_unit_of_work() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -28,8 +29,10 @@ from ..types import SequencePlan, num_common
 
 _log = logging.getLogger(__name__)
 
+COMPILING = "compiling the attention kernel for this processor: some seconds, once"
+
 _Numbers = npt.NDArray[np.int64]
-_SLOW_S = 2.0
+_SLOW_S = 1.0
 _KEPT_ROWS = 4  # so many watched rows of a sequence at most have their scores kept instead of computed again
 
 
@@ -37,16 +40,22 @@ _KEPT_ROWS = 4  # so many watched rows of a sequence at most have their scores k
 def load_kernel() -> ModuleType | None:
     """The compiled kernel; ``None`` where numba cannot be had. The first time on a machine it is compiled."""
     started_s = time.monotonic()
+    notice = threading.Timer(_SLOW_S, _log.warning, [COMPILING])  # whether it is cached only numba knows
+    notice.daemon = True
+    notice.start()
     try:
         from . import kernel
+
+        one = np.zeros(1, np.int64)
+        kernel.plan_units(one, one, 1, 1, 0, 4, 1)
+        kernel.write_rows(np.zeros(kernel.NUM_FIELDS, np.int64))
     except ImportError as error:
         _log.warning("attention runs without its compiled kernel, more slowly: %s", error)
         return None
-    one = np.zeros(1, np.int64)
-    kernel.plan_units(one, one, 1, 1, 0, 4, 1)
-    kernel.write_rows(np.zeros(kernel.NUM_FIELDS, np.int64))
+    finally:
+        notice.cancel()
     if (duration_s := time.monotonic() - started_s) > _SLOW_S:
-        _log.info("compiled the attention kernel for this processor in %.0f s, once", duration_s)
+        _log.info("the attention kernel was ready after %.0f s", duration_s)
     return kernel
 
 

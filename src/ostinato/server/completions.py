@@ -43,7 +43,7 @@ class CompletionRequest(SamplingFields):
     prompt: Prompt
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     echo: bool | None = None
-    best_of: int | None = None
+    best_of: Annotated[int, Field(ge=1)] | None = None
     suffix: Any = None
 
     @property
@@ -63,11 +63,14 @@ class CompletionRequest(SamplingFields):
     def check(self, *, model_name: str, max_choices: int, max_model_len: int) -> None:
         """Raise what is wrong with the fields taken together, or not supported."""
         self.check_shared(model_name=model_name, max_choices=max_choices)
-        if len(self.prompts) * self.num_choices > max_choices:
-            text = f"'prompt' times 'n' asks for more than {max_choices} answers."
-            raise ParameterError(text, param="prompt")
-        if self.best_of is not None and self.best_of != self.num_choices:
-            raise unsupported("best_of")
+        best_of = self.num_choices if self.best_of is None else self.best_of
+        if best_of < self.num_choices:
+            raise ParameterError("'best_of' must not be less than 'n'.", param="best_of")
+        if len(self.prompts) * best_of > max_choices:
+            text = f"'prompt' times 'n' or 'best_of' asks for more than {max_choices} answers."
+            raise ParameterError(text, param="prompt" if best_of == self.num_choices else "best_of")
+        if self.stream and best_of > self.num_choices:
+            raise ParameterError("Answers with 'best_of' cannot be streamed.", param="best_of")
         if self.suffix not in (None, ""):
             raise unsupported("suffix")
         if self.echo and self.logprobs is not None:
@@ -86,6 +89,7 @@ class CompletionRequest(SamplingFields):
                 prompt=prompt,
                 params=params,
                 num_choices=self.num_choices,
+                best_of=self.best_of,
                 salt=salt,
                 cache_ttl_s=self.cache_ttl,
                 deadline_s=self.deadline,
