@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -165,6 +165,17 @@ class Assembler:
     @property
     def template(self) -> Template | None:
         return self._writing.template
+
+    @property
+    def habits(self) -> dict[str, Any]:
+        """What it does to every request beside writing it by the template: plain values."""
+        rules = self._canonical_rules
+        return {
+            "canonical": None if rules is None else asdict(rules),
+            "trim": asdict(self._trim),
+            "keep_answers": self._kept is not None,
+            "refuse_special_text": self._refuse_special_text,
+        }
 
     @property
     def namespace(self) -> Namespace:

@@ -16,6 +16,7 @@ from .config import Settings, parse_size, tame_waiting_threads
 from .errors import ClientError, OstinatoError
 from .kv.codecs.spec import is_lossy
 from .kv.policy_names import POLICY_NAMES
+from .responses.control import ANSWERS_FOR
 
 if TYPE_CHECKING:
     from .runtime import Runtime
@@ -165,6 +166,15 @@ def _settings(model: str | None, **options: Any) -> Settings:
 )
 @click.option("--tenant-kv-cache", type=Size(), help="What each API key or salt may keep of --kv-cache.")
 @click.option("--tenant-shared-tier", type=Size(), help="And of --shared-tier-bytes.")
+@click.option(
+    "--answers",
+    metavar="WHERE",
+    help="Keep whole answers for equal requests: in a file, memory, or postgresql://…",
+)
+@click.option("--answers-for", type=click.Choice(ANSWERS_FOR), help="Whose answers to keep and give.")
+@click.option("--answers-bytes", type=Size(), help="What they may take.")
+@click.option("--answers-ttl", type=float, help="Seconds for which an answer is kept.")
+@click.option("--tenant-answers", type=Size(), help="What each API key or salt may keep of --answers-bytes.")
 @click.option("--cache-ttl", type=float, help="Seconds after its last use for which KV is kept.")
 @click.option("--pinned-share", type=float, help="Part of --kv-cache that may be pinned, 0 to 1.")
 @click.option("--admin-key", help="Key for `ostinato cache`. Better: OSTINATO_ADMIN_KEY.")
@@ -174,12 +184,14 @@ def serve(model: str | None, **options: Any) -> None:
     from .library import build_runtime
     from .models.progress import RichProgress
     from .ports import SystemClock
+    from .response_caches import with_answers
     from .server import create_app, server_settings
     from .server import serve as run_server
 
     settings = _settings(model, **options)
     click.echo(f"Loading {settings.model} …")
-    runtime = build_runtime(settings, SystemClock(), RichProgress())
+    clock = SystemClock()
+    runtime, front = with_answers(settings, clock, lambda: build_runtime(settings, clock, RichProgress()))
     if runtime.info.reuse_reason:
         click.secho(f"No KV reuse: {runtime.info.reuse_reason}.", fg="yellow")
     if is_lossy(settings.tier_codec):
@@ -201,7 +213,8 @@ def serve(model: str | None, **options: Any) -> None:
         drain_timeout_s=settings.drain_timeout,
     )
     try:
-        run_server(create_app(runtime, wire, runtime), wire, ready)
+        answers = None if front is None else front.exact
+        run_server(create_app(front or runtime, wire, runtime, answers), wire, ready)
     except OSError as error:
         raise click.ClickException(
             f"cannot listen on {settings.host}:{settings.port}: {error.strerror}; choose another --port"

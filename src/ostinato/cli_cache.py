@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.error import HTTPError, URLError
@@ -15,7 +15,9 @@ from urllib.request import Request, urlopen
 import click
 
 if TYPE_CHECKING:
+    from .kv.terms import Selection
     from .kv.tiers.shared import SharedTier
+    from .responses.stores.base import Store
 
 F = TypeVar("F", bound=Callable[..., Any])
 _TIMEOUT_S = 600.0  # a pin may have to be computed
@@ -36,6 +38,12 @@ def tier_option(command: F) -> F:
     return click.option("--tier", type=folder, help="Folder of a shared tier, instead of a server.")(command)
 
 
+def answers_option(command: F) -> F:
+    return click.option(
+        "--answers", metavar="WHERE", help="Store of answers (file or postgresql://…), instead of a server."
+    )(command)
+
+
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 
 
@@ -47,11 +55,17 @@ def cache() -> None:
 @cache.command("ls")
 @server_options
 @tier_option
+@answers_option
 @json_option
-def ls(url: str | None, admin_key: str | None, tier: Path | None, as_json: bool) -> None:
+def ls(url: str | None, admin_key: str | None, tier: Path | None, answers: str | None, as_json: bool) -> None:
     """Show what is kept, by tenant; of a server also what is pinned."""
-    if tier is not None:
-        _refuse_both(url)
+    _refuse_several(url, tier, answers)
+    if answers is not None:
+        from .server.admin import answers_object
+
+        with _answers(answers) as store:
+            found: dict[str, Any] = {"shared_tier": None, "answers": answers_object(store.uses(), {})}
+    elif tier is not None:
         entries = [
             {
                 "tenant": content.tenant,
@@ -66,7 +80,7 @@ def ls(url: str | None, admin_key: str | None, tier: Path | None, as_json: bool)
             for store in _stores(tier)
             for content in store.contents()
         ]
-        found: dict[str, Any] = {"shared_tier": entries}
+        found = {"shared_tier": entries}
     else:
         found = _call(url, admin_key, "cache")
     if as_json:
@@ -80,11 +94,18 @@ def ls(url: str | None, admin_key: str | None, tier: Path | None, as_json: bool)
             f"shared tier  {whose:16} {entry['blocks']:8} blocks {entry['bytes'] / 1e6:9.1f} MB"
             f"  model {_short(entry['model'])}  prompt {_short(entry['prompt'])}"
         )
+    for entry in found.get("answers") or ():
+        whose = entry["name"] or _short(entry["tenant"])
+        click.echo(
+            f"answers      {whose:16} {entry['entries']:8} {entry['kind']:9}{entry['bytes'] / 1e6:8.1f} MB"
+            f"  model {_short(entry['model'])}"
+        )
 
 
 @cache.command("purge")
 @server_options
 @tier_option
+@answers_option
 @json_option
 @click.option("--all", "everything", is_flag=True, help="Everything.")
 @click.option("--tenant", help="Of this API key (by its name) or tenant (by its id, see `cache ls`).")
@@ -96,6 +117,7 @@ def purge(
     url: str | None,
     admin_key: str | None,
     tier: Path | None,
+    answers: str | None,
     as_json: bool,
     everything: bool,
     older_than: float | None,
@@ -103,19 +125,21 @@ def purge(
 ) -> None:
     """Drop what meets all conditions given. Nobody finds any of it afterwards.
 
-    Through a server: from its arena, and from its shared tier for all processes. In a folder: from the tier,
-    and from the arena of every process that uses it.
+    Through a server: from its arena, its shared tier and its answers, the latter two for all processes. In a
+    folder: from the tier, and from the arena of every process that uses it. In a store of answers: from that.
     """
+    _refuse_several(url, tier, answers)
     body: dict[str, Any] = {name: value for name, value in names.items() if value is not None}
     if older_than is not None:
         body["older_than_s"] = older_than
     if everything == bool(body):
         raise click.UsageError("say what to purge, or --all")
-    if tier is None:
-        report = _call(url, admin_key, "cache/purge", body or {"all": True})
-    else:
-        _refuse_both(url)
+    if answers is not None:
+        report = _purge_answers(answers, body)
+    elif tier is not None:
         report = _purge_folder(tier, body)
+    else:
+        report = _call(url, admin_key, "cache/purge", body or {"all": True})
     if as_json:
         click.echo(json.dumps(report))
         return
@@ -125,7 +149,10 @@ def purge(
             f"arena: {arena['freed_blocks']} blocks freed, {arena['held_blocks']} more when they are no "
             f"longer in use, {arena['pins']} pins ended"
         )
-    click.echo(f"shared tier: {report['shared_tier']['blocks']} blocks dropped and overwritten")
+    if report["shared_tier"] is not None:
+        click.echo(f"shared tier: {report['shared_tier']['blocks']} blocks dropped and overwritten")
+    if report.get("answers") is not None:
+        click.echo(f"answers: {report['answers']['entries']} dropped")
     click.echo(f"{report['freed_bytes'] / 1e6:.1f} MB are free again")
 
 
@@ -171,6 +198,25 @@ def unpin(url: str | None, admin_key: str | None, pin_id: str) -> None:
     """Let go of PIN_ID."""
     _call(url, admin_key, "cache/unpin", {"id": pin_id})
     click.echo(f"{pin_id} is no longer pinned")
+
+
+@cache.command("forget")
+@server_options
+@answers_option
+@click.argument("answer_id")
+def forget(url: str | None, admin_key: str | None, answers: str | None, answer_id: str) -> None:
+    """Drop the kept answer ANSWER_ID (header x-ostinato-answer, or ostinato.cache.id in what came)."""
+    _refuse_several(url, answers)
+    if answers is None:
+        _call(url, admin_key, "cache/forget", {"id": answer_id})
+    else:
+        from .responses.exact import key_of
+
+        key = key_of(answer_id)
+        with _answers(answers) as store:
+            if key is None or not store.forget(key).num_entries:
+                raise click.ClickException(f"there is no answer {answer_id[:80]!r} (any more)")
+    click.echo(f"{answer_id} is forgotten")
 
 
 # ---------------------------------------------------------------- a server
@@ -231,9 +277,9 @@ def _short(name: str) -> str:
 # ---------------------------------------------------------------- a folder
 
 
-def _refuse_both(url: str | None) -> None:
-    if url is not None:
-        raise click.UsageError("give --url or --tier, not both")
+def _refuse_several(*places: object) -> None:
+    if sum(place is not None for place in places) > 1:
+        raise click.UsageError("give one of --url, --tier and --answers")
 
 
 def _stores(folder: Path) -> Iterator[SharedTier]:
@@ -252,23 +298,55 @@ def _stores(folder: Path) -> Iterator[SharedTier]:
 
 
 def _purge_folder(folder: Path, body: dict[str, Any]) -> dict[str, Any]:
-    from .kv.terms import Selection, is_id, prompt_id, tenant_of
-    from .server.sampling import namespace_salt
-
-    tenant, model, prompt = body.get("tenant"), body.get("model"), body.get("prompt_name")
-    for name, value in (("--tenant", tenant), ("--model", model)):
-        if value is not None and not is_id(value):
-            raise click.UsageError(f"in a folder {name} is an id: `ostinato cache ls --json` shows them")
-    if (salt := body.get("cache_salt")) is not None:
-        if tenant is not None:
-            raise click.UsageError("give --tenant or --cache-salt, not both")
-        tenant = tenant_of(namespace_salt("", salt))
-    if prompt is not None and not is_id(prompt):
-        prompt = prompt_id(prompt)
-    selection = Selection(tenant, model, prompt, body.get("older_than_s", 0.0))
+    selection = _selection(body)
     num_blocks = num_bytes = 0
     for store in _stores(folder):
         num = store.purge(selection)
         num_blocks += num
         num_bytes += num * store.slot_bytes
     return {"shared_tier": {"blocks": num_blocks}, "freed_bytes": num_bytes}
+
+
+@contextmanager
+def _answers(place: str) -> Iterator[Store]:
+    """A store of answers that is there already."""
+    from .config import Settings
+    from .ports import SystemClock
+    from .response_caches import is_file, open_store
+
+    if is_file(place) and not Path(place).expanduser().exists():
+        raise click.ClickException(f"there is no store of answers in {place}")
+    settings = Settings.from_environment(os.environ, answers=place)
+    store = open_store(settings, int(SystemClock().now() * 1000))
+    try:
+        yield store
+    finally:
+        store.close()
+
+
+def _purge_answers(place: str, body: dict[str, Any]) -> dict[str, Any]:
+    from .ports import SystemClock
+
+    selection = _selection(body)
+    with _answers(place) as store:
+        removed = store.purge(selection, int(SystemClock().now() * 1000))
+    answers = {"entries": removed.num_entries, "bytes": removed.num_bytes}
+    return {"shared_tier": None, "answers": answers, "freed_bytes": removed.num_bytes}
+
+
+def _selection(body: dict[str, Any]) -> Selection:
+    """What a purge means where no server knows the names of tenants and models."""
+    from .kv.terms import Selection, is_id, prompt_id, tenant_of
+    from .server.sampling import namespace_salt
+
+    tenant, model, prompt = body.get("tenant"), body.get("model"), body.get("prompt_name")
+    for name, value in (("--tenant", tenant), ("--model", model)):
+        if value is not None and not is_id(value):
+            raise click.UsageError(f"without a server {name} is an id: `ostinato cache ls --json` shows them")
+    if (salt := body.get("cache_salt")) is not None:
+        if tenant is not None:
+            raise click.UsageError("give --tenant or --cache-salt, not both")
+        tenant = tenant_of(namespace_salt("", salt))
+    if prompt is not None and not is_id(prompt):
+        prompt = prompt_id(prompt)
+    return Selection(tenant, model, prompt, body.get("older_than_s", 0.0))

@@ -14,12 +14,16 @@ from typing import Any, Self, cast
 from .errors import ParameterError
 from .kv.codecs.spec import is_lossy
 from .kv.policy_names import POLICY_NAMES
+from .responses.control import ANSWERS_FOR
 from .tenants import Tenant, read_tenants, tenants_of_keys
 from .types import TrimRules, TrimStrategy
 
 DEFAULT_MODEL = "smollm2-135m"
 PREFIX = "OSTINATO_"
-_SIZES = ("kv_cache", "shared_tier_bytes", "trace_bytes", "tenant_kv_cache", "tenant_shared_tier")
+_SIZES = (
+    *("kv_cache", "shared_tier_bytes", "trace_bytes", "tenant_kv_cache", "tenant_shared_tier"),
+    *("answers_bytes", "tenant_answers"),
+)
 _PATHS = ("store", "shared_tier", "trace", "prompts", "message_rules", "canonical", "warm", "tenants")
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
@@ -80,6 +84,14 @@ class Settings:
         trace_bytes: size at which a log is moved to ``FILE.1`` and begun anew.
         warm: request log to warm the cache from once the server answers; ``None``: none.
         warm_top: prefixes to warm at most.
+        answers: where whole answers are kept for equal requests: a file, ``memory``, or ``postgresql://…``;
+            ``None``: nowhere.
+        answers_for: whose: ``asked`` (of requests that ask for it), ``greedy`` (and those at temperature 0)
+            or ``all`` (drawn ones as well).
+        answers_bytes: what they may take.
+        answers_ttl: seconds for which an answer is kept; ``None``: as long as there is room.
+        answers_key: secret to encrypt them with; ``None``: they are not.
+        tenant_answers: what each tenant may keep of ``answers_bytes``; ``None``: all.
         drain_timeout: seconds that running requests get at shutdown.
     """
 
@@ -125,6 +137,12 @@ class Settings:
     trace_bytes: int = 256 << 20
     warm: Path | None = None
     warm_top: int = 16
+    answers: str | None = None
+    answers_for: str = "greedy"
+    answers_bytes: int = 1 << 30
+    answers_ttl: float | None = None
+    answers_key: str | None = None
+    tenant_answers: int | None = None
     drain_timeout: float = 30.0
 
     @property
@@ -204,7 +222,12 @@ class Settings:
             )
         if self.cache_ttl is not None and not self.cache_ttl >= 1:
             raise ParameterError("cache_ttl must be at least 1 second", param="cache_ttl")
-        for name in ("itl_target_ms", "deadline"):
+        if self.answers_for not in ANSWERS_FOR:
+            raise ParameterError(
+                f"answers_for is {self.answers_for!r}; it may be {', '.join(ANSWERS_FOR)}",
+                param="answers_for",
+            )
+        for name in ("itl_target_ms", "deadline", "answers_ttl"):
             if (limit := getattr(self, name)) is not None and not limit > 0:
                 raise ParameterError(f"{name} must be above 0", param=name)
         if not 0 <= self.pinned_share <= 1:

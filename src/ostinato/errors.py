@@ -17,6 +17,7 @@
     │   ├── TraceError                   a recorded trace cannot be read   400
     │   ├── UnknownModelError            no such model here                404
     │   ├── NotPinnedError               no pin of this name               404
+    │   ├── NoAnswerError                no kept answer of this name       404
     │   ├── PinRefusedError              more than may be pinned           409  (both numbers)
     │   ├── RequestTimeoutError          the request arrived too slowly    408
     │   ├── RequestTooLargeError         the body is over the limit        413
@@ -136,6 +137,12 @@ class UnknownModelError(ClientError):
 class NotPinnedError(ClientError):
     status = 404
     code = "pin_not_found"
+    param = "id"
+
+
+class NoAnswerError(ClientError):
+    status = 404
+    code = "answer_not_found"
     param = "id"
 
 

@@ -85,7 +85,51 @@ class TierLoaded:
     duration_s: float
 
 
+AnswerOutcome: TypeAlias = Literal["exact", "joined", "semantic", "miss", "bypass"]
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerLookedUp:
+    """A request came by the response caches. ``miss``: it was computed, and could have been kept before;
+    ``bypass``: it is none that answers are kept for, or said so itself."""
+
+    outcome: AnswerOutcome
+    age_s: float = 0.0
+    num_tokens: int = 0
+
+
+AnswerFate: TypeAlias = Literal["stored", "unfit", "refused", "dropped", "failed"]
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerFiled:
+    """What became of an answer that was to be kept. ``unfit``: it is not whole, or not what computing it anew
+    would have to give; ``refused``: it is larger than the limits, or was purged meanwhile; ``dropped``: too
+    many waited to be written; ``failed``: the store cannot be used."""
+
+    fate: AnswerFate
+
+
+AnswerMiss: TypeAlias = Literal["absent", "expired", "future", "corrupt", "too_old", "failed"]
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerMissed:
+    """Nothing was found in the store, or nothing of use: ``reason`` says why."""
+
+    reason: AnswerMiss
+
+
 Event: TypeAlias = (
-    PrefixLookedUp | BlocksStored | BlocksEvicted | Preempted | StepFinished | RequestFinished | TierLoaded
+    PrefixLookedUp
+    | BlocksStored
+    | BlocksEvicted
+    | Preempted
+    | StepFinished
+    | RequestFinished
+    | TierLoaded
+    | AnswerLookedUp
+    | AnswerFiled
+    | AnswerMissed
 )
 Observer: TypeAlias = Callable[[Event], None]

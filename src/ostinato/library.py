@@ -12,24 +12,30 @@ from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mappi
 from collections.abc import Sequence as SequenceOf
 from contextlib import aclosing
 from dataclasses import dataclass, fields, replace
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeAlias
 
 from .assembly import Assembler
 from .config import Settings
+from .delivery import Start, iterate, stream
 from .errors import ParameterError
 from .kv.hashing import Namespace
 from .kv.keeper import CacheSummary, PurgeReport
 from .kv.pins import Pin
 from .kv.terms import Selection, prompt_id, tenant_of
+from .models.digest import digest_bytes, digest_file
 from .ports import Clock, SystemClock
 from .prompt.canonical import CanonicalRules, read_canonical_rules
 from .prompt.conversation import ROLES, conversation_from_dicts
 from .prompt.registry import PromptRegistry, read_prompts
 from .prompt.rules import CustomRole, MessageRules, read_rules
-from .runtime import Prepared, Runtime
+from .response_caches import with_answers
+from .responses.control import read_cache_control
+from .runtime import Runtime
 from .tenants import allowances
 from .types import (
+    CacheControl,
     Chunk,
     Conversation,
     FinishReason,
@@ -50,6 +56,7 @@ if TYPE_CHECKING:
     from .engines.runners import PagedRunner
     from .engines.worker import Worker
     from .events import Observer
+    from .front import Front
     from .kv.terms import Allowances
     from .kv.tiers.shared import SharedTier
     from .kv.transfer import TierLink
@@ -125,10 +132,16 @@ class Engine:
       conversation's; then there need be none.
     - ``continue_final_message=True``: go on with the assistant's last message.
     - ``canonical=False``: leave this conversation as it is, where rules of canonical form were set.
+
+    Where answers are kept (the setting ``answers``), ``cache_control`` takes what HTTP has in a header of
+    that name (``"no-store"``, ``"no-cache"``, ``"max-age=60"``) and ``cache_answer`` says whether to give and
+    keep this one: ``True`` also where it is drawn. What was found stands in ``usage.served``.
     """
 
-    def __init__(self, runtime: Runtime) -> None:
+    def __init__(self, runtime: Runtime, front: Front | None = None) -> None:
+        """``front``: the response caches that stand before the runtime, where there are some."""
         self.runtime = runtime
+        self.front = front
 
     @property
     def prompts(self) -> PromptRegistry:
@@ -158,7 +171,7 @@ class Engine:
 
     def stream(self, conversation: ConversationLike = (), **options: Any) -> Iterator[Chunk]:
         """The same, piece by piece; the last chunk has ``usage``. Closing the iterator cancels."""
-        return self.runtime.iterate(self._prepare_chat(conversation, options))
+        return iterate(self._prepare_chat(conversation, options))
 
     async def achat(self, conversation: ConversationLike = (), **options: Any) -> Reply:
         """:meth:`chat` for asyncio."""
@@ -168,14 +181,14 @@ class Engine:
     async def astream(self, conversation: ConversationLike = (), **options: Any) -> AsyncIterator[Chunk]:
         """:meth:`stream` for asyncio; what is wrong with the request is raised by the first step."""
         # Off the loop: a long prompt takes seconds to tokenise.
-        prepared = await asyncio.to_thread(self._prepare_chat, conversation, options)
-        async with aclosing(self.runtime.stream(prepared)) as chunks:
+        start = await asyncio.to_thread(self._prepare_chat, conversation, options)
+        async with aclosing(stream(start)) as chunks:
             async for chunk in chunks:
                 yield chunk
 
     def complete(self, prompt: str | SequenceOf[int], **options: Any) -> Reply:
         """Continue a raw prompt, given as text or as token ids."""
-        return _collect(self.runtime.iterate(self._prepare(GenerationRequest(_raw_prompt(prompt)), options)))
+        return _collect(iterate(self._prepare(GenerationRequest(_raw_prompt(prompt)), options)))
 
     def beam_search(
         self,
@@ -242,18 +255,29 @@ class Engine:
     def purge(
         self, *, salt: str | None = None, prompt: str | None = None, older_than_s: float = 0.0
     ) -> PurgeReport:
-        """Drop what was kept, here and in the shared tier; with conditions, what meets all of them.
+        """Drop KV and answers, here and in the shared tier; with conditions, what meets all of them.
 
         Of the tenant with this salt, of the named prompt, stored so long ago. When this returns nobody finds
         any of it. What is in use is freed when it no longer is.
         """
-        return self.runtime.purge(
-            Selection(
-                tenant=None if salt is None else tenant_of(salt),
-                prompt=None if prompt is None else prompt_id(prompt),
-                min_age_s=older_than_s,
-            )
+        selection = Selection(
+            tenant=None if salt is None else tenant_of(salt),
+            prompt=None if prompt is None else prompt_id(prompt),
+            min_age_s=older_than_s,
         )
+        report = self.runtime.purge(selection)
+        if self.front is None:
+            return report
+        return replace(report, num_answers=self.front.exact.purge(selection).num_entries)
+
+    def forget(self, answer: Reply | str) -> bool:
+        """Drop one kept answer, by a reply that it was given in or its id (``usage.served.entry_id``).
+
+        False where there is none (any more).
+        """
+        served = answer.usage.served if isinstance(answer, Reply) else None
+        entry_id = answer if isinstance(answer, str) else "" if served is None else served.entry_id
+        return self.front is not None and self.front.exact.forget(entry_id)
 
     def cache_summary(self) -> CacheSummary:
         """What is kept now, and for whom."""
@@ -269,7 +293,7 @@ class Engine:
     def __exit__(self, *exc_info: object) -> None:
         self.close()
 
-    def _prepare_chat(self, given: ConversationLike, options: dict[str, Any]) -> Prepared:
+    def _prepare_chat(self, given: ConversationLike, options: dict[str, Any]) -> Start:
         name, variables = options.pop("prompt", None), options.pop("variables", None)
         if name is None and variables is not None:
             raise ParameterError("variables are for a named prompt: give prompt", param="variables")
@@ -286,7 +310,7 @@ class Engine:
         )
         return self._prepare(request, options)
 
-    def _prepare(self, request: GenerationRequest, options: dict[str, Any]) -> Prepared:
+    def _prepare(self, request: GenerationRequest, options: dict[str, Any]) -> Start:
         num_choices = options.pop("n", 1)
         best_of = options.pop("best_of", None)
         ttl_s = options.pop("cache_ttl", None)
@@ -295,6 +319,7 @@ class Engine:
         if isinstance(session, str):
             session = Session(session)
         salt = options.pop("salt", "")
+        control = _cache_control(options.pop("cache_control", None), options.pop("cache_answer", None))
         known = {item.name for item in fields(SamplingParams)}
         for name in options:
             if name not in known:
@@ -305,18 +330,22 @@ class Engine:
             if isinstance(options.get(name), list | set | frozenset):
                 options[name] = tuple(options[name])
         params = replace(SamplingParams(), **options)
-        return self.runtime.prepare(
-            replace(
-                request,
-                params=params,
-                num_choices=num_choices,
-                best_of=best_of,
-                salt=salt,
-                session=session,
-                cache_ttl_s=ttl_s,
-                deadline_s=deadline_s,
-            )
+        request = replace(
+            request,
+            params=params,
+            num_choices=num_choices,
+            best_of=best_of,
+            salt=salt,
+            session=session,
+            cache_ttl_s=ttl_s,
+            deadline_s=deadline_s,
+            cache_control=control,
         )
+        if self.front is not None:
+            front, ready = self.front, self.front.prepare(request)
+            return lambda deliver: front.start(ready, deliver)
+        prepared = self.runtime.prepare(request)
+        return lambda deliver: self.runtime.start(prepared, deliver)
 
 
 def load(
@@ -357,10 +386,14 @@ def load(
     else:
         own_template = template
     chosen = Settings.from_environment(os.environ, **settings)
-    clock = clock or SystemClock()
-    return Engine(
-        build_runtime(chosen, clock, rules=rules, canonical_rules=canonical_rules, own_template=own_template)
-    )
+    clock_at_hand = clock or SystemClock()
+
+    def build() -> Runtime:
+        return build_runtime(
+            chosen, clock_at_hand, rules=rules, canonical_rules=canonical_rules, own_template=own_template
+        )
+
+    return Engine(*with_answers(chosen, clock_at_hand, build))
 
 
 def build_runtime(
@@ -535,8 +568,20 @@ def _start(
         sessions=sessions,
         deadline_s=math.inf if settings.deadline is None else settings.deadline,
         keeper=Keeper(manager, tier, block_bytes),
+        revision=_revision(settings, local, info, loaded.eos_token_ids | tokenizer.eos_token_ids),
     )
     return runtime
+
+
+def _revision(settings: Settings, local: LocalModel, info: RunnerInfo, eos_token_ids: frozenset[int]) -> str:
+    """A digest of what decides answers beside the namespace: with another one they may be others."""
+    parts = [
+        *(f"{name} {version(name)}" for name in ("ostinato", "torch", "transformers")),
+        f"{settings.device} {settings.dtype} {settings.tier_codec}",
+        f"{info.max_model_len} {info.vocab_size} {sorted(eos_token_ids)}",
+        *(digest_file(path) for path in sorted(local.path.glob("*config.json"))),
+    ]
+    return digest_bytes("\n".join(parts).encode())
 
 
 def _num_blocks(settings: Settings, info: RunnerInfo) -> int:
@@ -653,6 +698,19 @@ def _raw_prompt(given: str | SequenceOf[int]) -> str | tuple[int, ...]:
         raise ParameterError(
             "a prompt must be text or a sequence of token ids", param="prompt", code="invalid_type"
         ) from None
+
+
+def _cache_control(given: Any, asked: Any) -> CacheControl:
+    """As it may be written: rules, or the text of a header, and beside it whether it is asked for."""
+    if not isinstance(asked, bool | None):
+        raise ParameterError("cache_answer must be true or false", param="cache_answer", code="invalid_type")
+    if isinstance(given, CacheControl):
+        return given
+    if not isinstance(given, str | None):
+        raise ParameterError(
+            "cache_control must be text or rules", param="cache_control", code="invalid_type"
+        )
+    return read_cache_control(given, asked)
 
 
 def _conversation(

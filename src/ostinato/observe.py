@@ -5,7 +5,7 @@ Nothing of a user's text becomes a label, and every label's values are a fixed f
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Final, Protocol, get_args
 
@@ -14,7 +14,14 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from prometheus_client.registry import Collector
 
+from .errors import StoreError
 from .events import (
+    AnswerFate,
+    AnswerFiled,
+    AnswerLookedUp,
+    AnswerMiss,
+    AnswerMissed,
+    AnswerOutcome,
     BlocksEvicted,
     BlocksStored,
     Event,
@@ -26,6 +33,7 @@ from .events import (
     TierLoaded,
 )
 from .kv.transfer import TierReport
+from .responses.stores.base import Kind, Use
 
 _P: Final = "ostinato:"
 _TTFT_BUCKETS_S: Final = (
@@ -40,6 +48,7 @@ _REQUEST_BUCKETS_S: Final = (
     *(0.001, 0.005, 0.01, 0.05, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0),
     *(40.0, 60.0, 120.0, 240.0, 480.0, 960.0),
 )
+_AGE_BUCKETS_S: Final = (1.0, 10.0, 60.0, 600.0, 3_600.0, 21_600.0, 86_400.0, 604_800.0, 2_592_000.0)
 _STEP_ROW_BUCKETS: Final = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 
 
@@ -124,6 +133,28 @@ class PrometheusObserver:
             "Duration of a step, once for each sequence that waited for its next token meanwhile.",
             _ITL_BUCKETS_S,
         )
+        self._answers = counter(
+            "response_cache_requests", "Requests by what the response caches made of them.", ("outcome",)
+        )
+        self._answer_tokens = counter(
+            "response_cache_served_tokens", "Tokens of answers that were kept, not generated.", ("outcome",)
+        )
+        self._answer_misses = counter(
+            "response_cache_misses", "Look-ups in the store of answers that brought nothing.", ("reason",)
+        )
+        self._answers_filed = counter(
+            "response_cache_filed", "Answers that were to be kept, by what became of them.", ("fate",)
+        )
+        for family, values in (
+            (self._answers, AnswerOutcome),
+            (self._answer_misses, AnswerMiss),
+            (self._answers_filed, AnswerFate),
+        ):
+            for value in get_args(values):
+                family.labels(value)
+        self._answer_age = histogram(
+            "response_cache_age_seconds", "How old the answers were that were given again.", _AGE_BUCKETS_S
+        )
         self._rows = histogram("iteration_tokens", "Rows computed in a step.", _STEP_ROW_BUCKETS)
         self._load = histogram(
             "kv_tier_load_seconds", "Reading a request's blocks from the shared tier.", _TTFT_BUCKETS_S
@@ -150,6 +181,15 @@ class PrometheusObserver:
                 self._load.observe(event.duration_s)
             case RequestFinished():
                 self._request_finished(event)
+            case AnswerLookedUp():
+                self._answers.labels(event.outcome).inc()
+                if event.outcome in ("exact", "semantic"):
+                    self._answer_age.observe(event.age_s)
+                    self._answer_tokens.labels(event.outcome).inc(event.num_tokens)
+            case AnswerMissed():
+                self._answer_misses.labels(event.reason).inc()
+            case AnswerFiled():
+                self._answers_filed.labels(event.fate).inc()
 
     def _request_finished(self, event: RequestFinished) -> None:
         if event.request is not None and event.request.is_warming:
@@ -267,6 +307,31 @@ def _tier_families(tier: TierReport) -> Iterator[Metric]:
         ("kv_tier_buffered_bytes", "Bytes on their way to the shared tier.", tier.buffered_bytes),
     ):
         yield GaugeMetricFamily(_P + name, help_text, size)
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerGauges(Collector):
+    """What is kept of whole answers, asked for when someone looks."""
+
+    uses: Callable[[], Iterable[Use]]
+
+    def collect(self) -> Iterator[Metric]:
+        entries = GaugeMetricFamily(
+            _P + "response_cache_entries", "Entries in the store of answers.", labels=["kind"]
+        )
+        sizes = GaugeMetricFamily(_P + "response_cache_bytes", "Bytes they take, about.", labels=["kind"])
+        totals: dict[str, list[int]] = {kind: [0, 0] for kind in get_args(Kind)}
+        try:
+            for use in self.uses():
+                totals[use.kind][0] += use.num_entries
+                totals[use.kind][1] += use.num_bytes
+        except StoreError:
+            return  # no figures are better than wrong ones; look-ups count the failure
+        for kind, (num_entries, num_bytes) in totals.items():
+            entries.add_metric([kind], num_entries)
+            sizes.add_metric([kind], num_bytes)
+        yield entries
+        yield sizes
 
 
 class HttpMetrics:

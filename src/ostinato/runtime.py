@@ -10,18 +10,16 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from math import inf
-from queue import SimpleQueue
 from typing import Any, Self
 
 import numpy as np
 
 from .answers import Answer, Calls, Choice
 from .assembly import Assembled, Assembler, tokenize_conversation
+from .delivery import iterate, stream
 from .engines.base import RunnerInfo
 from .engines.batching import Batcher
 from .engines.sequence import Sequence
@@ -33,7 +31,7 @@ from .errors import (
     QueueFullError,
     ShuttingDownError,
 )
-from .events import Event, Observer, RequestFinished
+from .events import AnswerOutcome, Event, Observer, RequestFinished
 from .kv.hashing import Namespace
 from .kv.keeper import CacheSummary, Keeper, PurgeReport
 from .kv.manager import CacheView, KVManager, Lease
@@ -55,6 +53,7 @@ from .types import (
     GenerationRequest,
     Message,
     SamplingParams,
+    Served,
     Session,
     TokenArray,
     Usage,
@@ -158,6 +157,10 @@ class RequestHandle:
 
     __slots__ = ("_batcher", "_sequences")
 
+    outcome: AnswerOutcome | None = None
+    """No response cache was asked."""
+    served: Served | None = None
+
     def __init__(self, batcher: Batcher, sequences: list[Sequence]) -> None:
         self._batcher = batcher
         self._sequences = sequences
@@ -222,13 +225,20 @@ class Runtime:
         sessions: Sessions | None = None,
         keeper: Keeper | None = None,
         deadline_s: float = inf,
+        revision: str = "",
     ) -> None:
-        """``tier_link``: the engine's own, to report on; closed with the engine."""
+        """``tier_link``: the engine's own, to report on; closed with the engine.
+
+        ``revision`` is a digest of what decides answers beside the namespace: versions, device,
+        configuration.
+        """
         self.model_name = model_name
         self.created_s = int(clock.now())
         self.info = info
         self.tokenizer = tokenizer
         self.assembler = assembler
+        self.revision = revision
+        self.deadline_s = deadline_s
         self.observers: list[Observer] = []
         self.on_close: list[Callable[[], None]] = []
         self._batcher = batcher
@@ -237,7 +247,6 @@ class Runtime:
         self._sessions = sessions
         self.eos_token_ids = eos_token_ids
         self._tier_link = tier_link
-        self._deadline_s = deadline_s
         self._accepting = True
         self._active: set[RequestHandle] = set()
         self._idle = threading.Condition()
@@ -466,7 +475,7 @@ class Runtime:
                     offers_tools=isinstance(request.prompt, Conversation) and bool(request.prompt.tools),
                     session=request.session,
                     terms=terms_of(prepared),
-                    deadline_s=self._deadline_s if request.deadline_s is None else request.deadline_s,
+                    deadline_s=self.deadline_s if request.deadline_s is None else request.deadline_s,
                 )
             )
         handle = RequestHandle(self._batcher, sequences)
@@ -484,40 +493,11 @@ class Runtime:
 
     def iterate(self, prepared: Prepared) -> Iterator[Chunk]:
         """Start a request and yield its chunks; closing the iterator cancels it."""
-        queue: SimpleQueue[Chunk] = SimpleQueue()
-        handle = self.start(prepared, queue.put)
-        try:
-            while True:
-                chunk = queue.get()
-                yield chunk
-                if chunk.usage is not None:
-                    return
-        finally:
-            handle.cancel()
+        return iterate(lambda deliver: self.start(prepared, deliver))
 
-    async def stream(self, prepared: Prepared) -> AsyncGenerator[Chunk, None]:
+    def stream(self, prepared: Prepared) -> AsyncGenerator[Chunk, None]:
         """The same for asyncio; closing the iterator or cancelling its task cancels the request at once."""
-        loop = asyncio.get_running_loop()
-        chunks: deque[Chunk] = deque()
-        ready = asyncio.Event()
-
-        def deliver(chunk: Chunk) -> None:
-            chunks.append(chunk)
-            with suppress(RuntimeError):  # the loop may be closed already; then nobody listens
-                loop.call_soon_threadsafe(ready.set)
-
-        handle = self.start(prepared, deliver)
-        try:
-            while True:
-                await ready.wait()
-                ready.clear()
-                while chunks:
-                    chunk = chunks.popleft()
-                    yield chunk
-                    if chunk.usage is not None:
-                        return
-        finally:
-            handle.cancel()
+        return stream(lambda deliver: self.start(prepared, deliver))
 
     # ------------------------------------------------------------ life
 

@@ -18,7 +18,7 @@ from .errors import ParameterError
 from .kv.terms import Allowance, Allowances, tenant_id
 
 _SALT_CONTEXT: Final = "ostinato server key salt v1"
-_SIZES: Final = ("kv_cache", "shared_tier")
+_SIZES: Final = ("kv_cache", "shared_tier", "answers")
 _FIELDS: Final = frozenset({"api_key", "salt", "ttl", *_SIZES})
 
 
@@ -31,8 +31,8 @@ def key_salt(key: str) -> str:
 class Tenant:
     """One tenant: its API ``key``, if it has one, and what its salts are made of.
 
-    ``kv_bytes`` and ``tier_bytes`` bound what is kept of it in the arena and in the shared tier, ``ttl_s``
-    for how long; ``None``: as for everyone.
+    ``kv_bytes``, ``tier_bytes`` and ``answers_bytes`` bound what is kept of it in the arena, in the shared
+    tier and of answers, ``ttl_s`` for how long; ``None``: as for everyone.
     """
 
     name: str
@@ -41,6 +41,7 @@ class Tenant:
     kv_bytes: int | None = None
     tier_bytes: int | None = None
     ttl_s: float | None = None
+    answers_bytes: int | None = None
 
     @property
     def id(self) -> str:
@@ -61,7 +62,8 @@ def read_tenants(path: Path, parse_size: Any) -> tuple[Tenant, ...]:
         api_key = "sk-…"        # or, for the library: salt = "…"
         kv_cache = "1GiB"       # of it in the arena at most
         shared_tier = "4GiB"    # and in the shared tier
-        ttl = 3600              # seconds after the last use
+        answers = "100MiB"      # and of whole answers
+        ttl = 3600              # seconds after the last use (of answers: after they were stored)
 
     Args:
         parse_size: reads ``"1GiB"`` as bytes.
@@ -106,7 +108,7 @@ def _tenant(path: Path, name: str, table: Any, parse_size: Any) -> Tenant:
     if ttl is not None and (isinstance(ttl, bool) or not isinstance(ttl, int | float) or not ttl >= 1):
         raise wrong("has a ttl that is not a number of seconds, at least 1")
     salt = key_salt(key) if key is not None else salt
-    return Tenant(name, key, salt, sizes["kv_cache"], sizes["shared_tier"], ttl)
+    return Tenant(name, key, salt, sizes["kv_cache"], sizes["shared_tier"], ttl, sizes["answers"])
 
 
 def allowances(

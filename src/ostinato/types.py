@@ -19,6 +19,7 @@ TokenArray: TypeAlias = npt.NDArray[np.int32]
 FloatArray: TypeAlias = npt.NDArray[np.float32]
 BlockIds: TypeAlias = npt.NDArray[np.intp]
 SessionState: TypeAlias = Literal["open", "idle", "closed"]
+Layer: TypeAlias = Literal["exact", "joined", "semantic"]
 FinishReason: TypeAlias = Literal["stop", "length", "tool_calls", "abort", "error"]
 TrimStrategy: TypeAlias = Literal["off", "drop", "shorten", "sticky"]
 
@@ -273,15 +274,58 @@ class Unrendered:
 
 
 @dataclass(frozen=True, slots=True)
+class CacheControl:
+    """What a request says about kept answers.
+
+    ``read``: whether it may be given one; ``store``: whether its own may be kept; ``max_age_s``: it is not to
+    be given an older one. ``asked``: it wants kept answers also where they are not given unasked, such as
+    drawn ones (temperature above 0).
+
+    Raises:
+        ParameterError: a value is out of its range or of the wrong type.
+    """
+
+    read: bool = True
+    store: bool = True
+    max_age_s: float | None = None
+    asked: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("read", "store", "asked"):
+            if not isinstance(getattr(self, name), bool):
+                raise ParameterError(f"{name} must be true or false", param=name, code="invalid_type")
+        age: Any = self.max_age_s
+        if age is not None and (isinstance(age, bool) or not isinstance(age, int | float) or not age >= 0):
+            raise ParameterError("max_age_s must be seconds, 0 or more", param="max_age_s")
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """An answer that was not computed for this request.
+
+    ``exact``: the kept answer of an equal request; ``joined``: the answer of an equal request that was under
+    way; ``semantic``: the kept answer of a question that means the same. ``entry_id`` names what was kept,
+    ``age_s`` is how long ago. ``details`` are the layer's own: plain values.
+    """
+
+    layer: Layer
+    age_s: float = 0.0
+    entry_id: str = ""
+    details: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
 class Usage:
     """Tokens and seconds of one request, summed over its ``n`` choices where they add up.
 
     ``cached_tokens`` of ``prompt_tokens`` were read from the cache, ``written_tokens`` were newly made
     findable. ``approximate_tokens`` of the cached ones come from a lossy codec that was asked for, or were
     computed behind such. ``ttft_s`` is arrival to first token, ``queue_s`` the part of it before the engine
-    began. ``trimmed`` says what did not fit the budget, ``unrendered`` what the template does not write
-    down, ``changed`` what was brought into canonical form; ``prompt_name`` is the named prompt that was used.
+    began. ``trimmed`` says what did not fit the budget, ``unrendered`` what the template does not write down,
+    ``changed`` what was brought into canonical form; ``prompt_name`` is the named prompt that was used.
     ``kept_tokens`` of the prompt's are answers in the tokens they were generated in, where asked for.
+    ``served``: a response cache had the answer; then nothing was computed, and all of the prompt counts as
+    cached.
     """
 
     prompt_tokens: int = 0
@@ -297,6 +341,7 @@ class Usage:
     prompt_name: str = ""
     approximate_tokens: int = 0
     kept_tokens: int = 0
+    served: Served | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -364,6 +409,7 @@ class GenerationRequest:
     for how long after its last use what is kept of this request may be found; ``None``: as long as the server
     keeps things. ``deadline_s``: seconds
     from arrival; then an answer ends with what it has (reason "length"), or is refused if that is nothing.
+    ``cache_control``: what it says about kept answers.
     """
 
     prompt: Conversation | str | tuple[int, ...]
@@ -381,3 +427,4 @@ class GenerationRequest:
     session: Session | None = None
     cache_ttl_s: float | None = None
     deadline_s: float | None = None
+    cache_control: CacheControl = CacheControl()

@@ -349,7 +349,7 @@ def test_the_command_line_says_what_is_missing(folder: Path, tmp_path: Path) -> 
     assert "give --url" in run("ls")
     assert "OSTINATO_ADMIN_KEY" in run("ls", "--url", "http://127.0.0.1:1")
     assert "cannot be reached" in run("ls", "--url", "http://127.0.0.1:1", "--admin-key", "x")
-    assert "not both" in run("ls", "--url", "http://127.0.0.1:1", "--tier", str(tmp_path))
+    assert "give one of" in run("ls", "--url", "http://127.0.0.1:1", "--tier", str(tmp_path))
     assert "no shared tier" in run("ls", "--tier", str(tmp_path))
     for served in serve(load(folder)):
         assert "cannot be looked after" in run("ls", "--url", served.url, "--admin-key", "sk-anna")

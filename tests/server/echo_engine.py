@@ -143,6 +143,8 @@ class EchoRequest:
     started_s: float = 0.0
     first_token_s: float = 0.0
     is_cancelled: bool = False
+    outcome: None = None
+    served: None = None
 
     def cancel(self) -> None:
         self.engine.cancel(self)

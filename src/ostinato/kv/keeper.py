@@ -16,11 +16,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class PurgeReport:
-    """What a purge took away: of the arena of this process, and of the shared tier."""
+    """What a purge took away: of the arena of this process, and of the shared tier.
+
+    ``num_answers``: and of whole answers, where some are kept.
+    """
 
     arena: Purged
     num_tier_blocks: int
     freed_bytes: int
+    num_answers: int = 0
 
 
 @dataclass(frozen=True, slots=True)

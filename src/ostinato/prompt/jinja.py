@@ -93,6 +93,7 @@ class JinjaTemplate:
     ) -> None:
         self.name = name
         self.roles: Sequence[str] = ROLES
+        self.reads_clock = "strftime_now" in source + (tool_source or "")
         self._fixed = {**(named_tokens or {}), **(variables or {})}
         self._disguise = Disguise(special_tokens, nonce)
         self._limits = limits = limits or Limits()

@@ -201,10 +201,11 @@ def written_as(template: Template) -> dict[str, str]:
 
 
 class RuledTemplate:
-    """A template with rules before it. ``written_as`` says which known role each of the user's own is."""
+    """A template (``inner``) with rules before it. ``written_as`` says which known role each of the user's
+    own is."""
 
     def __init__(self, template: Template, rules: MessageRules) -> None:
-        self._template = template
+        self.inner = template
         self._rules = rules
         self.name = template.name
         self.roles = (*template.roles, *(role.name for role in rules.roles))
@@ -225,7 +226,7 @@ class RuledTemplate:
             TemplateError: the template does.
         """
         ruled, origins = self._rules.apply(conversation)
-        rendered = self._template.render(
+        rendered = self.inner.render(
             ruled,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
@@ -241,7 +242,7 @@ class RuledTemplate:
     ) -> Rendered:
         """:meth:`render` with the message of every segment, as far as the template can tell."""
         ruled, origins = self._rules.apply(conversation)
-        located = self._template.locate(
+        located = self.inner.locate(
             ruled,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
@@ -257,14 +258,14 @@ class RuledTemplate:
             TemplateError: the template does.
         """
         ruled, _ = self._rules.apply(conversation)
-        if not isinstance(self._template, GrowingTemplate):
-            return Growth(self._template.render(ruled).segments)
+        if not isinstance(self.inner, GrowingTemplate):
+            return Growth(self.inner.render(ruled).segments)
         inner = None
         if state is not None:
             assert isinstance(state, _RuledState), "a state of another template"
             if ruled.messages[: len(state.messages)] == state.messages:
                 inner = state.inner
-        growth = self._template.render_on(ruled, inner)
+        growth = self.inner.render_on(ruled, inner)
         if growth.state is None:
             return growth
         return replace(growth, state=_RuledState(ruled.messages, growth.state))

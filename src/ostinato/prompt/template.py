@@ -34,6 +34,7 @@ __all__ = [
     "chatml",
     "format_for",
     "named_template",
+    "reads_clock",
     "template_for",
 ]
 
@@ -110,6 +111,16 @@ def named_template(name: str, **options: Any) -> FunctionTemplate:
             f"there is no template {name!r}; there are {', '.join(sorted(FORMATS))}", param="template"
         )
     return FunctionTemplate(FORMATS[name], **options)
+
+
+def reads_clock(template: Template | None) -> bool:
+    """Whether the same conversation may be written down otherwise at another time. Of templates that are not
+    ours that is not known: they may."""
+    if isinstance(template, RuledTemplate):
+        return reads_clock(template.inner)
+    if isinstance(template, JinjaTemplate):
+        return template.reads_clock
+    return template is not None and not isinstance(template, FunctionTemplate)
 
 
 # Special tokens that tell a format, the more telling ones first.

@@ -12,10 +12,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from ..errors import NotPinnedError, ParameterError
+from ..errors import NoAnswerError, NotPinnedError, ParameterError
 from ..kv.keeper import CacheSummary, PurgeReport
 from ..kv.pins import Pin
 from ..kv.terms import Selection, is_id, model_id, prompt_id, tenant_id, tenant_of
+from ..responses.stores.base import Removed, Use
 from ..types import GenerationRequest
 from .body import read_body
 from .chat import ChatRequest
@@ -26,7 +27,7 @@ from .settings import ApiKey, ServerSettings
 
 ADMIN_PREFIX: Final = "/v1/ostinato/"
 ADMIN_ROUTES: Final = frozenset(
-    ADMIN_PREFIX + name for name in ("cache", "cache/purge", "cache/pin", "cache/unpin")
+    ADMIN_PREFIX + name for name in ("cache", "cache/purge", "cache/pin", "cache/unpin", "cache/forget")
 )
 
 Name = Annotated[str, Field(min_length=1, max_length=1024)]
@@ -49,6 +50,16 @@ class Kept(Protocol):
     def pin(self, request: GenerationRequest, ttl_s: float, /) -> Pin: ...
 
     def unpin(self, pin_id: str, /) -> bool: ...
+
+
+class KeptAnswers(Protocol):
+    """Whole answers that are kept, as far as this door needs them."""
+
+    def purge(self, selection: Selection, /) -> Removed: ...
+
+    def forget(self, entry_id: str, /) -> bool: ...
+
+    def uses(self) -> list[Use]: ...
 
 
 class PurgeRequest(Wire):
@@ -77,11 +88,16 @@ class UnpinRequest(Wire):
     id: Annotated[str, Field(min_length=1, max_length=64)]
 
 
+class ForgetRequest(Wire):
+    id: Annotated[str, Field(min_length=1, max_length=128)]
+
+
 class AdminDoor:
     """The endpoints. Whether the caller may is checked at the border."""
 
-    def __init__(self, kept: Kept, settings: ServerSettings) -> None:
+    def __init__(self, kept: Kept, settings: ServerSettings, answers: KeptAnswers | None = None) -> None:
         self._kept = kept
+        self._answers = answers
         self._settings = settings
         self._keys = {key.name: key for key in settings.api_keys}
 
@@ -91,17 +107,23 @@ class AdminDoor:
             Route("/v1/ostinato/cache/purge", self.purge, methods=["POST"]),
             Route("/v1/ostinato/cache/pin", self.pin, methods=["POST"]),
             Route("/v1/ostinato/cache/unpin", self.unpin, methods=["POST"]),
+            Route("/v1/ostinato/cache/forget", self.forget, methods=["POST"]),
         ]
 
     async def show(self, _request: Request) -> Response:
         summary = await asyncio.to_thread(self._kept.cache_summary)
         names = {tenant_id(key.salt): key.name for key in self._settings.api_keys}
-        return _json(summary_object(summary, names))
+        uses = None if self._answers is None else await asyncio.to_thread(self._answers.uses)
+        return _json(summary_object(summary, names) | {"answers": answers_object(uses, names)})
 
     async def purge(self, request: Request) -> Response:
         fields = validate(PurgeRequest, await self._body(request))
-        report = await asyncio.to_thread(self._kept.purge, self._selection(fields))
-        return _json(purge_object(report))
+        selection = self._selection(fields)
+        report = await asyncio.to_thread(self._kept.purge, selection)
+        removed = None
+        if self._answers is not None:
+            removed = await asyncio.to_thread(self._answers.purge, selection)
+        return _json(purge_object(report, removed))
 
     async def pin(self, request: Request) -> Response:
         fields = validate(PinRequest, await self._body(request))
@@ -114,6 +136,13 @@ class AdminDoor:
         if not await asyncio.to_thread(self._kept.unpin, fields.id):
             raise NotPinnedError(f"There is no pin '{fields.id[:MAX_SHOWN_CHARS]}' (any more).")
         return _json({"id": fields.id, "unpinned": True})
+
+    async def forget(self, request: Request) -> Response:
+        fields = validate(ForgetRequest, await self._body(request))
+        answers = self._answers
+        if answers is None or not await asyncio.to_thread(answers.forget, fields.id):
+            raise NoAnswerError(f"There is no answer '{fields.id[:MAX_SHOWN_CHARS]}' (any more).")
+        return _json({"id": fields.id, "forgotten": True})
 
     async def _body(self, request: Request) -> dict[str, Any]:
         return decode(await read_body(request.headers, request.receive, self._settings))
@@ -161,8 +190,9 @@ class AdminDoor:
         return key
 
 
-def purge_object(report: PurgeReport) -> dict[str, Any]:
+def purge_object(report: PurgeReport, answers: Removed | None = None) -> dict[str, Any]:
     arena = report.arena
+    removed = None if answers is None else {"entries": answers.num_entries, "bytes": answers.num_bytes}
     return {
         "arena": {
             "tokens": arena.num_tokens,
@@ -171,8 +201,26 @@ def purge_object(report: PurgeReport) -> dict[str, Any]:
             "pins": arena.num_pins,
         },
         "shared_tier": {"blocks": report.num_tier_blocks},
+        "answers": removed,
         "freed_bytes": report.freed_bytes,
     }
+
+
+def answers_object(uses: list[Use] | None, names: dict[str, str]) -> list[dict[str, Any]] | None:
+    """What is kept of answers; ``None`` where none are."""
+    if uses is None:
+        return None
+    return [
+        {
+            "tenant": use.tenant,
+            "name": names.get(use.tenant),
+            "model": use.model,
+            "kind": use.kind,
+            "entries": use.num_entries,
+            "bytes": use.num_bytes,
+        }
+        for use in uses
+    ]
 
 
 def pin_object(pin: Pin) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from starlette.types import Receive, Scope, Send
 from ..errors import EngineError, ShuttingDownError
 from ..types import Chunk, Usage
 from .backend import Backend, Handle
+from .caching import cache_headers
 from .mailbox import Mailbox
 from .wire import Json, Work, timings_object
 
@@ -41,6 +42,7 @@ class Answer(Response):
 
     def __init__(self, backend: Backend, work: Work, prepared: Sequence[Any], *, heartbeat_s: float) -> None:
         super().__init__()
+        self._handles: list[Handle] = []
         self._backend = backend
         self._work = work
         self._prepared = prepared
@@ -50,7 +52,7 @@ class Answer(Response):
         loop = asyncio.get_running_loop()
         mailbox = Mailbox(loop)
         watcher = loop.create_task(_watch(receive, mailbox.abandon))
-        handles: list[Handle] = []
+        handles = self._handles
         try:
             for index, prepared in enumerate(self._prepared):
                 handles.append(self._backend.start(prepared, mailbox.sink(index)))
@@ -77,6 +79,7 @@ class Answer(Response):
             (b"content-type", b"application/json"),
             (b"content-length", str(len(body)).encode()),
             *_timing_headers(usages),
+            *cache_headers(self._handles),
         ]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": body})
@@ -105,7 +108,8 @@ class Answer(Response):
             if body:
                 if not is_started:
                     is_started = True
-                    await send({"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS})
+                    headers = [*_STREAM_HEADERS, *cache_headers(self._handles)]
+                    await send({"type": "http.response.start", "status": 200, "headers": headers})
                 await send({"type": "http.response.body", "body": body, "more_body": not is_last})
             if failed is not None:
                 _raise_failure(failed)

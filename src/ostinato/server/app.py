@@ -22,12 +22,13 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from ..errors import PromptTooLongError, UnknownModelError
-from ..observe import HttpMetrics, LoadGauges, PrometheusObserver, exposition, new_registry
-from .admin import AdminDoor, Kept
+from ..observe import AnswerGauges, HttpMetrics, LoadGauges, PrometheusObserver, exposition, new_registry
+from .admin import AdminDoor, Kept, KeptAnswers
 from .answering import Answer
 from .backend import Backend
 from .body import read_body
 from .border import Border
+from .caching import ANSWER_HEADER, CACHE_HEADER, with_cache_control
 from .chat import ChatRequest, ChatWriter
 from .completions import CompletionRequest, CompletionWriter
 from .fields import MAX_SHOWN_CHARS, decode, validate
@@ -40,10 +41,13 @@ from .wire import Frame, Json, TokenText, Work
 _NUM_PREPARE_THREADS: Final = 2
 
 
-def create_app(backend: Backend, settings: ServerSettings, kept: Kept | None = None) -> Starlette:
+def create_app(
+    backend: Backend, settings: ServerSettings, kept: Kept | None = None, answers: KeptAnswers | None = None
+) -> Starlette:
     """The server's ASGI application. Its observer is added to ``backend.observers``.
 
-    ``kept``: what the holder of the admin key may look after; without a key nobody can.
+    ``kept``: what the holder of the admin key may look after; without a key nobody can. ``answers``: whole
+    answers that are kept, if any.
 
     Whoever runs it must run its lifespan; :func:`ostinato.server.serve` does, and adds the defences that a
     bare ASGI server lacks (slow heads, malformed HTTP, connection limits).
@@ -53,7 +57,9 @@ def create_app(backend: Backend, settings: ServerSettings, kept: Kept | None = N
     backend.observers.append(PrometheusObserver(registry))
     doors = _Doors(backend, settings, registry)
     metrics = HttpMetrics(registry)
-    admin = AdminDoor(kept, settings) if kept is not None and settings.admin_key else None
+    admin = AdminDoor(kept, settings, answers) if kept is not None and settings.admin_key else None
+    if answers is not None:
+        registry.register(AnswerGauges(answers.uses))
     admin_key = settings.admin_key if admin is not None else None
     middleware = [Middleware(Border, api_keys=settings.api_keys, admin_key=admin_key, metrics=metrics)]
     if settings.cors_origins:
@@ -75,8 +81,11 @@ def _cors(settings: ServerSettings) -> Middleware:
         CORSMiddleware,
         allow_origins=settings.cors_origins,
         allow_methods=["GET", "POST"],
-        allow_headers=["authorization", "content-type", "x-request-id", SESSION_HEADER],
-        expose_headers=["x-request-id", "retry-after"],
+        allow_headers=[
+            *("authorization", "cache-control", "content-type", "x-request-id"),
+            *(SESSION_HEADER, CACHE_HEADER),
+        ],
+        expose_headers=["x-request-id", "retry-after", "age", CACHE_HEADER, ANSWER_HEADER],
     )
 
 
@@ -168,6 +177,7 @@ class _Doors:
         def prepare() -> tuple[Work, list[Any]]:
             work = work_of(body, key_salt)
             generations = with_session(work.requests, request.headers.get(SESSION_HEADER))
+            generations = with_cache_control(generations, request.headers, work.cache_answer)
             return work, [self._backend.prepare(generation) for generation in generations]
 
         try:
@@ -190,7 +200,7 @@ class _Doors:
             include_usage=fields.include_usage,
             max_calls=1 if fields.parallel_tool_calls is False else None,
         )
-        return Work((generation,), writer, bool(fields.stream), fields.include_usage)
+        return Work((generation,), writer, bool(fields.stream), fields.include_usage, fields.cache_answer)
 
     def _completion_work(self, body: bytes, key_salt: str) -> Work:
         fields = validate(CompletionRequest, decode(body))
@@ -206,7 +216,7 @@ class _Doors:
             echo=lambda index: self._text(fields.prompts[index]) if fields.echo else "",
             include_usage=fields.include_usage,
         )
-        return Work(generations, writer, bool(fields.stream), fields.include_usage)
+        return Work(generations, writer, bool(fields.stream), fields.include_usage, fields.cache_answer)
 
     def _limits(self) -> dict[str, Any]:
         return {

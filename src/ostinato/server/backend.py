@@ -5,14 +5,22 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from ..events import Observer
+from ..events import AnswerOutcome, Observer
 from ..observe import Load
 from ..ports import Tokenizer
-from ..types import Chunk, GenerationRequest, Session
+from ..types import Chunk, GenerationRequest, Served, Session
 
 
 class Handle(Protocol):
     """A request that was accepted."""
+
+    @property
+    def outcome(self) -> AnswerOutcome | None:
+        """What the response caches made of it; ``None`` where there are none."""
+
+    @property
+    def served(self) -> Served | None:
+        """What is known of the kept answer that it gets."""
 
     def cancel(self) -> None:
         """End it now, from any thread. Of a request that has ended: nothing."""

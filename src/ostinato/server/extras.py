@@ -70,6 +70,14 @@ def remarks_object(usages: Sequence[Usage]) -> Json:
     if num_approximate := sum(usage.approximate_tokens for usage in usages):
         remarks["approximate_tokens"] = num_approximate
     for usage in usages:
+        if (served := usage.served) is not None:
+            kept = {"id": served.entry_id} if served.entry_id else {}
+            remarks["cache"] = {
+                "layer": served.layer,
+                "age_s": round(served.age_s, 3),
+                **kept,
+                **served.details,
+            }
         if usage.prompt_name:
             remarks["prompt"] = usage.prompt_name
         if usage.kept_tokens:

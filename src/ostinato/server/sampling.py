@@ -53,6 +53,7 @@ class SamplingFields(Wire):
     cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
     cache_ttl: Annotated[float, Field(ge=1)] | None = None
     deadline: Annotated[float, Field(gt=0, le=86_400)] | None = None
+    cache_answer: bool | None = None
 
     session: SessionGiven | None = None
 

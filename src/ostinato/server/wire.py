@@ -60,6 +60,7 @@ class Work:
     writer: Writer
     is_stream: bool
     include_usage: bool
+    cache_answer: bool | None = None
 
 
 @dataclass(slots=True)

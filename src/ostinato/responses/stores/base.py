@@ -27,6 +27,9 @@ MissReason: TypeAlias = Literal["absent", "expired", "future", "corrupt"]
 Vector: TypeAlias = npt.NDArray[np.float32]
 
 KEY_BYTES: Final = 32
+MAX_PURGES: Final = 1000
+"""So many purges are remembered. What was begun before them is not stored."""
+
 ROW_BYTES: Final = 256
 """What an entry takes beside its contents, about."""
 
@@ -146,11 +149,15 @@ class Store(Protocol):
     def get_many(self, kind: Kind, keys: Collection[bytes], now_ms: int) -> dict[bytes, Entry]:
         """Those that are there and valid, by key."""
 
-    def put(self, entries: Sequence[Entry], now_ms: int) -> int:
+    def epoch(self) -> int:
+        """How many purges there have been. What is computed now and stored later may be meant by the next."""
+
+    def put(self, entries: Sequence[Entry], now_ms: int, epoch: int | None = None) -> int:
         """Stores entries, each in place of an earlier one of the same kind and key; all of them or none.
 
-        Makes room for them, and drops what has expired. Returns how many were stored: larger ones than the
-        limits allow are not.
+        Makes room for them, and drops what has expired. Returns how many were stored: not those that are
+        larger than the limits allow, nor, with the ``epoch`` in which they were begun, those that a purge has
+        meant since.
         """
 
     def update(self, kind: Kind, key: bytes, change: Callable[[bytes], bytes], now_ms: int) -> bytes | None:

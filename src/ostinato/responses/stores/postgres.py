@@ -6,7 +6,7 @@ hold exactly; readers wait for nobody. Every call is one transaction.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
@@ -14,7 +14,7 @@ import numpy as np
 
 from ...errors import StoreError
 from ...kv.terms import Selection
-from .base import CLOCK_SLACK_MS, Absent, Entry, Kind, Limits, Near, Removed, Use, Vector
+from .base import CLOCK_SLACK_MS, MAX_PURGES, Absent, Entry, Kind, Limits, Near, Removed, Use, Vector
 from .envelope import Envelope, Row
 
 if TYPE_CHECKING:
@@ -47,6 +47,10 @@ CREATE TABLE ostinato_uses (
   tenant TEXT NOT NULL, model TEXT NOT NULL, kind TEXT NOT NULL,
   entries BIGINT NOT NULL, bytes BIGINT NOT NULL,
   PRIMARY KEY (tenant, model, kind)
+);
+CREATE TABLE ostinato_purges (
+  number BIGINT GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
+  tenant TEXT, model TEXT, prompt TEXT, key BYTEA
 );
 CREATE TABLE ostinato_facts (name TEXT PRIMARY KEY, value BIGINT NOT NULL);
 CREATE FUNCTION ostinato_count() RETURNS trigger LANGUAGE plpgsql AS $$
@@ -177,14 +181,22 @@ class PostgresStore:
             ).fetchall()
         return [Use(*row) for row in rows]
 
+    def epoch(self) -> int:
+        with self._connection() as connection:
+            found = connection.execute("SELECT coalesce(max(number), 0) FROM ostinato_purges").fetchone()
+        assert found is not None, "a maximum without a row"
+        return int(found[0])
+
     # ------------------------------------------------------------ change
 
-    def put(self, entries: Sequence[Entry], now_ms: int) -> int:
+    def put(self, entries: Sequence[Entry], now_ms: int, epoch: int | None = None) -> int:
         num_stored = 0
         with self._writing() as connection:
             self._drop_expired(connection, now_ms)
             for entry in entries:
                 if not self._limits.allow(entry):
+                    continue
+                if epoch is not None and self._was_meant(connection, entry, epoch):
                     continue
                 connection.execute(
                     "DELETE FROM ostinato_entries WHERE kind = %s AND key = %s", (entry.kind, entry.key)
@@ -237,18 +249,12 @@ class PostgresStore:
             connection.execute("DELETE FROM ostinato_entries WHERE seq = ANY(%s)", (list(seqs),))
 
     def forget(self, key: bytes) -> Removed:
-        return self._remove("key = %s", (key,))
+        return self._remove({"key": key}, 0, now_ms=0)
 
     def purge(self, selection: Selection, now_ms: int) -> Removed:
-        conditions, values = ["true"], list[Any]()
-        for name in ("tenant", "model", "prompt"):
-            if (value := getattr(selection, name)) is not None:
-                conditions.append(f"{name} = %s")
-                values.append(value)
-        if selection.min_age_s > 0:
-            conditions.append("stored_ms <= %s")
-            values.append(int(now_ms - selection.min_age_s * 1000))
-        return self._remove(" AND ".join(conditions), values)
+        given = {name: getattr(selection, name) for name in ("tenant", "model", "prompt")}
+        given = {name: value for name, value in given.items() if value is not None}
+        return self._remove(given, int(selection.min_age_s * 1000), now_ms=now_ms)
 
     def close(self) -> None:
         self._pool.close()
@@ -328,7 +334,13 @@ class PostgresStore:
                 f" ORDER BY rank LIMIT {_BATCH}",
                 values,
             ).fetchall()
-            assert rows, "bytes are in use, and nothing uses them"
+            if not rows:  # somebody changed the tables by hand
+                connection.execute("DELETE FROM ostinato_uses")
+                connection.execute(
+                    "INSERT INTO ostinato_uses SELECT tenant, model, kind, count(*), sum(size)"
+                    " FROM ostinato_entries GROUP BY tenant, model, kind"
+                )
+                return
             for seq, size in rows:
                 if needed <= 0:
                     break
@@ -347,12 +359,49 @@ class PostgresStore:
         )
         return num == _BATCH
 
-    def _remove(self, condition: str, values: Sequence[Any]) -> Removed:
+    def _remove(self, given: Mapping[str, Any], min_age_ms: int, *, now_ms: int) -> Removed:
+        """Removes entries with these values; if of any age, those as well that are being made."""
+        conditions = [f"{name} = %s" for name in given]
+        values = list(given.values())
+        if min_age_ms > 0:
+            conditions.append("stored_ms <= %s")
+            values.append(now_ms - min_age_ms)
+        condition = " AND ".join(conditions) or "true"
         with self._writing() as connection:
             rows = connection.execute(
                 f"DELETE FROM ostinato_entries WHERE {condition} RETURNING size", values
             ).fetchall()
+            if min_age_ms <= 0:
+                connection.execute(
+                    "INSERT INTO ostinato_purges (tenant, model, prompt, key) VALUES (%s, %s, %s, %s)",
+                    [given.get(name) for name in ("tenant", "model", "prompt", "key")],
+                )
+                connection.execute(
+                    "DELETE FROM ostinato_purges"
+                    " WHERE number <= (SELECT max(number) FROM ostinato_purges) - %s",
+                    (MAX_PURGES,),
+                )
         return Removed(len(rows), sum(size for (size,) in rows))
+
+    def _was_meant(self, connection: Connection[tuple[Any, ...]], entry: Entry, epoch: int) -> bool:
+        """Whether a purge since ``epoch`` meant it, or may have."""
+        found = connection.execute(
+            "SELECT count(*), coalesce(max(number), 0) FROM ostinato_purges WHERE number > %s", (epoch,)
+        ).fetchone()
+        assert found is not None, "a count without a row"
+        num_since, latest = found
+        if num_since < latest - epoch:
+            return True  # some have been forgotten
+        meant = connection.execute(
+            "SELECT 1 FROM ostinato_purges WHERE number > %s AND coalesce(tenant, %s) = %s"
+            " AND coalesce(model, %s) = %s AND coalesce(prompt, %s) = %s"
+            " AND coalesce(key, %s) = %s LIMIT 1",
+            (
+                *(epoch, entry.tenant, entry.tenant, entry.model, entry.model),
+                *(entry.prompt, entry.prompt, entry.key, entry.key),
+            ),
+        ).fetchone()
+        return meant is not None
 
 
 def _vector_text(vector: Vector) -> str:

@@ -11,14 +11,14 @@ import os
 import sqlite3
 import threading
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final
 
 from ...errors import StoreError
 from ...kv.terms import Selection
-from .base import CLOCK_SLACK_MS, Absent, Entry, Kind, Limits, Near, Removed, Use, Vector
+from .base import CLOCK_SLACK_MS, MAX_PURGES, Absent, Entry, Kind, Limits, Near, Removed, Use, Vector
 from .envelope import Envelope, Row
 
 _VERSION: Final = 1
@@ -46,6 +46,10 @@ CREATE TABLE uses (
   tenant TEXT NOT NULL, model TEXT NOT NULL, kind TEXT NOT NULL,
   entries INTEGER NOT NULL, bytes INTEGER NOT NULL,
   PRIMARY KEY (tenant, model, kind)
+);
+CREATE TABLE purges (
+  number INTEGER PRIMARY KEY AUTOINCREMENT,
+  tenant TEXT, model TEXT, prompt TEXT, key BLOB
 );
 CREATE TABLE facts (name TEXT PRIMARY KEY, value INTEGER NOT NULL);
 INSERT INTO facts VALUES ('latest_ms', 0);
@@ -102,7 +106,10 @@ class SqliteStore:
                 os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
             self._writer = self._connect()
         except (OSError, sqlite3.Error) as error:
-            raise StoreError(f"the store of answers {self._name} cannot be opened: {error}") from error
+            raise StoreError(
+                f"the store of answers {self._name} cannot be opened ({error}): "
+                "choose another file, or remove it"
+            ) from error
         try:
             self._prepare(now_ms)
         except BaseException:
@@ -163,14 +170,21 @@ class SqliteStore:
             rows = reader.execute("SELECT tenant, model, kind, entries, bytes FROM uses WHERE entries > 0")
             return [Use(*row) for row in rows]
 
+    def epoch(self) -> int:
+        with self._reading() as reader:
+            (number,) = reader.execute("SELECT coalesce(max(number), 0) FROM purges").fetchone()
+        return int(number)
+
     # ------------------------------------------------------------ change
 
-    def put(self, entries: Sequence[Entry], now_ms: int) -> int:
+    def put(self, entries: Sequence[Entry], now_ms: int, epoch: int | None = None) -> int:
         num_stored = 0
         with self._writing() as writer:
             self._drop_expired(writer, now_ms)
             for entry in entries:
                 if not self._limits.allow(entry):
+                    continue
+                if epoch is not None and self._was_meant(writer, entry, epoch):
                     continue
                 writer.execute("DELETE FROM entries WHERE kind = ? AND key = ?", (entry.kind, entry.key))
                 row = self._envelope.close(entry)
@@ -214,18 +228,12 @@ class SqliteStore:
             writer.executemany("DELETE FROM entries WHERE seq = ?", [(seq,) for seq in seqs])
 
     def forget(self, key: bytes) -> Removed:
-        return self._remove("key = ?", (key,))
+        return self._remove({"key": key}, 0, now_ms=0)
 
     def purge(self, selection: Selection, now_ms: int) -> Removed:
-        conditions, values = ["1"], list[Any]()
-        for name in ("tenant", "model", "prompt"):
-            if (value := getattr(selection, name)) is not None:
-                conditions.append(f"{name} = ?")
-                values.append(value)
-        if selection.min_age_s > 0:
-            conditions.append("stored_ms <= ?")
-            values.append(int(now_ms - selection.min_age_s * 1000))
-        return self._remove(" AND ".join(conditions), values)
+        given = {name: getattr(selection, name) for name in ("tenant", "model", "prompt")}
+        given = {name: value for name, value in given.items() if value is not None}
+        return self._remove(given, int(selection.min_age_s * 1000), now_ms=now_ms)
 
     def close(self) -> None:
         with self._lock:
@@ -324,7 +332,13 @@ class SqliteStore:
                 f"SELECT seq, size FROM entries WHERE kind != 'state'{whose} ORDER BY rank LIMIT {_BATCH}",
                 values,
             ).fetchall()
-            assert rows, "bytes are in use, and nothing uses them"
+            if not rows:  # somebody changed the tables by hand
+                writer.execute("DELETE FROM uses")
+                writer.execute(
+                    "INSERT INTO uses SELECT tenant, model, kind, count(*), sum(size)"
+                    " FROM entries GROUP BY tenant, model, kind"
+                )
+                return
             for seq, size in rows:
                 if needed <= 0:
                     break
@@ -341,14 +355,50 @@ class SqliteStore:
         writer.execute("UPDATE facts SET value = max(value, ?) WHERE name = 'latest_ms'", (now_ms,))
         return num == _BATCH
 
-    def _remove(self, condition: str, values: Sequence[Any]) -> Removed:
+    def _remove(self, given: Mapping[str, Any], min_age_ms: int, *, now_ms: int) -> Removed:
+        """Removes entries with these values; if of any age, those as well that are being made."""
+        conditions = [f"{name} = ?" for name in given]
+        values = list(given.values())
+        if min_age_ms > 0:
+            conditions.append("stored_ms <= ?")
+            values.append(now_ms - min_age_ms)
+        condition = " AND ".join(conditions) or "true"
         with self._writing() as writer:
             rows = writer.execute(f"DELETE FROM entries WHERE {condition} RETURNING size", values).fetchall()
+            if min_age_ms <= 0:
+                writer.execute(
+                    "INSERT INTO purges (tenant, model, prompt, key) VALUES (?, ?, ?, ?)",
+                    [given.get(name) for name in ("tenant", "model", "prompt", "key")],
+                )
+                writer.execute(
+                    "DELETE FROM purges WHERE number <= (SELECT max(number) FROM purges) - ?",
+                    (MAX_PURGES,),
+                )
         if rows and self.path is not None:
             # The log of writes still has the old pages. With a reader in the way they go at the next chance.
             with self._lock, _as_store_errors(self._name):
                 self._writer.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
         return Removed(len(rows), sum(size for (size,) in rows))
+
+    def _was_meant(self, writer: sqlite3.Connection, entry: Entry, epoch: int) -> bool:
+        """Whether a purge since ``epoch`` meant it, or may have."""
+        found = writer.execute(
+            "SELECT count(*), coalesce(max(number), 0) FROM purges WHERE number > ?", (epoch,)
+        ).fetchone()
+        assert found is not None, "a count without a row"
+        num_since, latest = found
+        if num_since < latest - epoch:
+            return True  # some have been forgotten
+        meant = writer.execute(
+            "SELECT 1 FROM purges WHERE number > ? AND coalesce(tenant, ?) = ?"
+            " AND coalesce(model, ?) = ? AND coalesce(prompt, ?) = ?"
+            " AND coalesce(key, ?) = ? LIMIT 1",
+            (
+                *(epoch, entry.tenant, entry.tenant, entry.model, entry.model),
+                *(entry.prompt, entry.prompt, entry.key, entry.key),
+            ),
+        ).fetchone()
+        return meant is not None
 
 
 @contextmanager
