@@ -236,8 +236,8 @@ def prompts(draw: Any) -> Prompt:
             made, room = replace(made, ttl=ttl), room - 1
         blocks.append(made)
     automatic = "5m" if room and chance.random() < 0.2 else None
-    if automatic and any(made.ttl == "1h" for made in blocks[-1:]):
-        automatic = None
+    if automatic and any(made.ttl == "1h" for made in blocks):
+        automatic = None  # it may end on the last of them, with another time
     return prompt(*blocks, model=MODEL, automatic=automatic)
 
 
