@@ -179,8 +179,12 @@ def _settings(model: str | None, **options: Any) -> Settings:
 @click.option("--pinned-share", type=float, help="Part of --kv-cache that may be pinned, 0 to 1.")
 @click.option("--admin-key", help="Key for `ostinato cache`. Better: OSTINATO_ADMIN_KEY.")
 @click.option("--drain-timeout", type=float, help="Seconds for running requests at shutdown.")
+@click.option("--anthropic-rules", help="Count caching on /v1/messages by the rules of this Anthropic model.")
+@click.option(
+    "--pin-breakpoints", is_flag=True, default=None, help="Keep KV up to cache_control for its time."
+)
 def serve(model: str | None, **options: Any) -> None:
-    """Serve MODEL with the OpenAI API (alias, Hugging Face id, folder or .gguf)."""
+    """Serve MODEL with the APIs of OpenAI and Anthropic (alias, Hugging Face id, folder or .gguf)."""
     from .library import build_runtime
     from .models.progress import RichProgress
     from .ports import SystemClock
@@ -211,6 +215,8 @@ def serve(model: str | None, **options: Any) -> None:
         tenants=settings.all_tenants(),
         admin_key=settings.admin_key,
         drain_timeout_s=settings.drain_timeout,
+        anthropic_rules=settings.anthropic_rules or "",
+        pin_breakpoints=settings.pin_breakpoints,
     )
     try:
         answers = None if front is None else front.exact

@@ -93,6 +93,9 @@ class Settings:
         answers_key: secret to encrypt them with; ``None``: they are not.
         tenant_answers: what each tenant may keep of ``answers_bytes``; ``None``: all.
         drain_timeout: seconds that running requests get at shutdown.
+        anthropic_rules: a model of Anthropic's by whose cache rules ``/v1/messages`` counts, to test clients
+            against; ``None``: what was really read and written.
+        pin_breakpoints: keep KV up to ``cache_control`` for its time, as a pin does.
     """
 
     model: str = DEFAULT_MODEL
@@ -144,6 +147,8 @@ class Settings:
     answers_key: str | None = None
     tenant_answers: int | None = None
     drain_timeout: float = 30.0
+    anthropic_rules: str | None = None
+    pin_breakpoints: bool = False
 
     @property
     def trim_rules(self) -> TrimRules:

@@ -133,6 +133,10 @@ class Front:
                 prepared = self.runtime.prepare(request)
         return Ready(request, asked, found, prepared, arrived_s)
 
+    def num_prompt_tokens(self, request: GenerationRequest) -> int:
+        """As :meth:`~ostinato.runtime.Runtime.num_prompt_tokens`."""
+        return self.runtime.num_prompt_tokens(request)
+
     def start(self, ready: Ready, deliver: Callable[[Chunk], None]) -> FrontHandle:
         """Begins to deliver an answer; one that is kept comes at once, in this thread.
 

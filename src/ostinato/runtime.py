@@ -424,6 +424,10 @@ class Runtime:
             request = replace(request, prompt=assembled.conversation, named_prompt=None, trim=None, pinned=())
         return Prepared(request, assembled, max_new)
 
+    def num_prompt_tokens(self, request: GenerationRequest) -> int:
+        """How many tokens a request's prompt has. Raises :class:`ClientError` as :meth:`prepare` does."""
+        return len(self.prepare(request).tokens)
+
     # ------------------------------------------------------------ answers
 
     def start(self, prepared: Prepared, deliver: Callable[[Chunk], None]) -> RequestHandle:

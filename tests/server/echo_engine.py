@@ -209,6 +209,9 @@ class EchoEngine:
         answer, stop_reason = self._answer(said, request)
         return EchoPrepared(request, tokens, answer, said if said in FAULTS else "", stop_reason)
 
+    def num_prompt_tokens(self, request: GenerationRequest) -> int:
+        return len(self.prepare(request).tokens)
+
     def start(self, prepared: EchoPrepared, sink: Callable[[Chunk], None]) -> EchoRequest:
         choices = [_Choice(index) for index in range(prepared.request.num_choices)]
         request = EchoRequest(self, prepared, sink, time.perf_counter(), choices)

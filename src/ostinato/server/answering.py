@@ -20,17 +20,11 @@ from .wire import Json, Work, timings_object
 
 EVENT_STREAM: Final = b"text/event-stream; charset=utf-8"
 _HEARTBEAT: Final = b": waiting\n\n"
-_DONE: Final = b"data: [DONE]\n\n"
 _STREAM_HEADERS: Final = [
     (b"content-type", EVENT_STREAM),
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),
 ]
-
-
-def event(data: bytes) -> bytes:
-    """One server-sent event. JSON has no raw line break, so one line is enough."""
-    return b"data: " + data + b"\n\n"
 
 
 class Answer(Response):
@@ -60,6 +54,8 @@ class Answer(Response):
                 await self._send_stream(send, mailbox)
             else:
                 await self._send_whole(send, mailbox)
+            if self._work.after is not None:
+                loop.run_in_executor(None, self._work.after)
         finally:
             mailbox.abandon()
             watcher.cancel()
@@ -99,12 +95,12 @@ class Answer(Response):
                 objects.extend(writer.events(prompt_index, chunk))
                 if chunk.usage is not None:
                     usages.append(chunk.usage)
-            body = b"".join(event(orjson.dumps(item)) for item in objects) if taken else _HEARTBEAT
+            body = b"".join(map(self._work.encode, objects)) if taken else _HEARTBEAT
             is_last = failed is None and len(usages) == len(self._prepared)
             if is_last:
                 if self._work.include_usage:
-                    body += event(orjson.dumps(writer.usage_event(usages)))
-                body += _DONE
+                    body += self._work.encode(writer.usage_event(usages))
+                body += self._work.closing
             if body:
                 if not is_started:
                     is_started = True

@@ -7,6 +7,8 @@ import time
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
+from dataclasses import replace
+from datetime import UTC, datetime
 from importlib.metadata import version
 from typing import Any, Final
 from uuid import uuid4
@@ -23,11 +25,14 @@ from starlette.routing import Route
 
 from ..errors import PromptTooLongError, UnknownModelError
 from ..observe import AnswerGauges, HttpMetrics, LoadGauges, PrometheusObserver, exposition, new_registry
+from ..providers.rules import builtin_table
 from .admin import AdminDoor, Kept, KeptAnswers
 from .answering import Answer
+from .anthropic import COUNT_ROUTE, MESSAGES_ROUTE, MessagesRequest, MessageWriter, message_event
 from .backend import Backend
 from .body import read_body
 from .border import Border
+from .breakpoints import BreakpointReader, Pinner, StrictCache
 from .caching import ANSWER_HEADER, CACHE_HEADER, with_cache_control
 from .chat import ChatRequest, ChatWriter
 from .completions import CompletionRequest, CompletionWriter
@@ -55,7 +60,7 @@ def create_app(
     registry = new_registry()
     registry.register(LoadGauges(backend.health))
     backend.observers.append(PrometheusObserver(registry))
-    doors = _Doors(backend, settings, registry)
+    doors = _Doors(backend, settings, registry, kept)
     metrics = HttpMetrics(registry)
     admin = AdminDoor(kept, settings, answers) if kept is not None and settings.admin_key else None
     if answers is not None:
@@ -100,11 +105,17 @@ async def _reraise(request: Request, error: Exception) -> Response:
 class _Doors:
     """The endpoints, and what they share."""
 
-    def __init__(self, backend: Backend, settings: ServerSettings, registry: Any) -> None:
+    def __init__(
+        self, backend: Backend, settings: ServerSettings, registry: Any, kept: Kept | None = None
+    ) -> None:
         self._backend = backend
         self._settings = settings
         self._registry = registry
         self._tokens = TokenText(backend.tokenizer)
+        rules = builtin_table().rules("anthropic", settings.anthropic_rules, datetime.now(UTC).date())
+        strict = StrictCache(rules) if settings.anthropic_rules else None
+        self._breakpoints = BreakpointReader(backend.tokenizer, rules, strict)
+        self._pinner = Pinner(kept, rules) if kept is not None and settings.pin_breakpoints else None
         self._threads = ThreadPoolExecutor(_NUM_PREPARE_THREADS, thread_name_prefix="ostinato-prepare")
         identity = f"{version('ostinato')}/{backend.model_name}/{backend.tokenizer.identity}"
         self._fingerprint = f"fp_{blake3(identity.encode()).hexdigest(length=6)}"
@@ -113,6 +124,8 @@ class _Doors:
         return [
             Route("/v1/chat/completions", self.chat, methods=["POST"]),
             Route("/v1/completions", self.completions, methods=["POST"]),
+            Route(MESSAGES_ROUTE, self.messages, methods=["POST"]),
+            Route(COUNT_ROUTE, self.count_tokens, methods=["POST"]),
             Route("/v1/sessions/{id:path}", self.session, methods=["POST"]),
             Route("/v1/models", self.models),
             Route("/v1/models/{id:path}", self.model),
@@ -130,6 +143,23 @@ class _Doors:
 
     async def completions(self, request: Request) -> Response:
         return await self._answer(request, self._completion_work, too_long_param="prompt")
+
+    async def messages(self, request: Request) -> Response:
+        return await self._answer(request, self._messages_work, too_long_param="messages")
+
+    async def count_tokens(self, request: Request) -> Response:
+        """How many tokens a request's prompt has here. Nothing is generated."""
+        body = await read_body(request.headers, request.receive, self._settings)
+
+        def count() -> int:
+            fields = validate(MessagesRequest, decode(body))
+            fields.check(**self._message_limits(), is_counting=True)
+            generation = fields.generation(request_id="", key_salt=_salt_of(request))
+            generation = replace(generation, params=replace(generation.params, max_tokens=1))
+            return self._backend.num_prompt_tokens(generation)
+
+        loop = asyncio.get_running_loop()
+        return _json({"input_tokens": await loop.run_in_executor(self._threads, count)})
 
     async def session(self, request: Request) -> Response:
         """Says how a session stands, for clients that have nothing more to ask."""
@@ -171,8 +201,7 @@ class _Doors:
         self, request: Request, work_of: Callable[[bytes, str], Work], *, too_long_param: str
     ) -> Response:
         body = await read_body(request.headers, request.receive, self._settings)
-        tenant = request.state.tenant
-        key_salt = tenant.salt if tenant is not None else ""
+        key_salt = _salt_of(request)
 
         def prepare() -> tuple[Work, list[Any]]:
             work = work_of(body, key_salt)
@@ -218,6 +247,30 @@ class _Doors:
         )
         return Work(generations, writer, bool(fields.stream), fields.include_usage, fields.cache_answer)
 
+    def _messages_work(self, body: bytes, key_salt: str) -> Work:
+        given = decode(body)
+        fields = validate(MessagesRequest, given)
+        fields.check(**self._message_limits())
+        message_id = f"msg_{uuid4().hex}"
+        generation = fields.generation(request_id=message_id, key_salt=key_salt)
+        breakpoints = self._breakpoints.read(given, scope=generation.salt)
+        pins = self._pinner.pins(fields, breakpoints, generation) if self._pinner is not None else None
+        writer = MessageWriter(message_id, fields.model, breakpoints, is_prewarm=fields.is_prewarm)
+        return Work(
+            (generation,),
+            writer,
+            bool(fields.stream),
+            include_usage=False,
+            encode=message_event,
+            closing=b"",
+            after=pins,
+        )
+
+    def _message_limits(self) -> dict[str, Any]:
+        rules = self._settings.anthropic_rules
+        names = (self._backend.model_name, *([rules] if rules else []))
+        return {"model_names": names, "max_model_len": self._backend.max_model_len}
+
     def _limits(self) -> dict[str, Any]:
         return {
             "model_name": self._backend.model_name,
@@ -242,6 +295,11 @@ class _Doors:
             "owned_by": "ostinato",
             "max_model_len": self._backend.max_model_len,
         }
+
+
+def _salt_of(request: Request) -> str:
+    tenant = request.state.tenant
+    return tenant.salt if tenant is not None else ""
 
 
 def _json(content: Json, status: int = 200) -> Response:

@@ -57,6 +57,10 @@ class Backend(Protocol):
     def prepare(self, request: GenerationRequest, /) -> Any:
         """Validate, render, tokenise. Called in a thread. Raises :class:`~ostinato.errors.ClientError`."""
 
+    def num_prompt_tokens(self, request: GenerationRequest, /) -> int:
+        """How long its prompt is. Called in a thread; nothing is computed, looked up or kept. Raises as
+        :meth:`prepare` does."""
+
     def start(self, prepared: Any, sink: Callable[[Chunk], None], /) -> Handle:
         """Accept it; from now on ``sink`` gets its chunks, from the engine's thread, and must not wait.
 

@@ -18,16 +18,21 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from ..errors import AuthenticationError, OstinatoError
 from ..observe import HttpMetrics
 from .admin import ADMIN_PREFIX, ADMIN_ROUTES
-from .answering import EVENT_STREAM, event
+from .answering import EVENT_STREAM
+from .anthropic import COUNT_ROUTE, MESSAGES_ROUTE
 from .failures import Failure, failure_of
 from .settings import ApiKey
+from .wire import event
 
 logger = logging.getLogger("ostinato.server")
 
 _REQUEST_ID: Final = re.compile(r"[A-Za-z0-9._:/+=-]{1,128}")
 _CLIENT_CLOSED: Final = 499  # nginx's number for it; no client ever sees it
 _MODEL_ROUTE: Final = "/v1/models/"
-_ROUTES: Final = frozenset({"/health", "/metrics", "/v1/chat/completions", "/v1/completions", "/v1/models"})
+_ANTHROPIC_ROUTES: Final = frozenset({MESSAGES_ROUTE, COUNT_ROUTE})
+_ROUTES: Final = _ANTHROPIC_ROUTES | {
+    "/health", "/metrics", "/v1/chat/completions", "/v1/completions", "/v1/models",
+}  # fmt: skip
 
 
 def route_of(path: str) -> str:
@@ -48,6 +53,8 @@ class Keyring:
         if not self._keys:
             return None
         scheme, _, given = headers.get("authorization", "").partition(" ")
+        if "authorization" not in headers and "x-api-key" in headers:  # Anthropic's clients
+            scheme, given = "bearer", headers["x-api-key"]
         if scheme.lower() != "bearer" or not given.strip():
             text = "You didn't provide an API key. Send it as 'Authorization: Bearer YOUR_KEY'."
             raise AuthenticationError(text)
@@ -61,9 +68,10 @@ class Keyring:
 class _Exchange:
     """One response on its way out: knows whether it began, whether it is a stream and whether it ended."""
 
-    def __init__(self, send: Send, request_id: str) -> None:
+    def __init__(self, send: Send, request_id: str, *, is_anthropic: bool) -> None:
         self._send = send
         self._request_id = request_id
+        self._is_anthropic = is_anthropic
         self.status = 0
         self.is_stream = False
         self.is_ended = False
@@ -84,14 +92,19 @@ class _Exchange:
         if self.is_ended:
             return
         if self.status == 0:
-            body = failure.body()
+            body = failure.anthropic_body(self._request_id) if self._is_anthropic else failure.body()
             headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
             headers += [(name.encode("latin-1"), value.encode("latin-1")) for name, value in failure.headers]
             await self.send({"type": "http.response.start", "status": failure.status, "headers": headers})
             await self.send({"type": "http.response.body", "body": body})
         elif self.is_stream:
-            await self.send({"type": "http.response.body", "body": event(failure.body())})
+            await self.send({"type": "http.response.body", "body": self._last_event(failure)})
         # A body of known length that broke off cannot be mended: the connection is closed by the server.
+
+    def _last_event(self, failure: Failure) -> bytes:
+        if self._is_anthropic:
+            return b"event: error\n" + event(failure.anthropic_body(self._request_id))
+        return event(failure.body())
 
 
 class Border:
@@ -115,7 +128,7 @@ class Border:
         started_s = time.perf_counter()
         headers = Headers(scope=scope)
         request_id = _request_id(headers)
-        exchange = _Exchange(send, request_id)
+        exchange = _Exchange(send, request_id, is_anthropic=scope["path"] in _ANTHROPIC_ROUTES)
         failure: Failure | None = None
         try:
             state = scope.setdefault("state", {})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from http import HTTPStatus
+from typing import Final
 
 import orjson
 from starlette.exceptions import HTTPException
@@ -12,6 +13,17 @@ from starlette.exceptions import HTTPException
 from ..errors import ClientError, QueueFullError, ServerError, ShuttingDownError
 
 _INTERNAL = "The server had an error while processing this request. Its log says more, under the request id."
+
+
+_ANTHROPIC_TYPES: Final = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +41,14 @@ class Failure:
         """The JSON object, for a response's body or for a stream's ``data:``."""
         error = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
         return orjson.dumps({"error": error})
+
+    def anthropic_body(self, request_id: str) -> bytes:
+        """The same as Anthropic's clients read it."""
+        kind = _ANTHROPIC_TYPES.get(
+            self.status, "api_error" if self.status >= 500 else "invalid_request_error"
+        )
+        error = {"type": kind, "message": self.message}
+        return orjson.dumps({"type": "error", "error": error, "request_id": request_id})
 
 
 def refusal(status: int, message: str, *, code: str | None = None) -> Failure:

@@ -32,6 +32,9 @@ class ServerSettings:
     up during a long prefill. ``drain_timeout_s`` is how long running requests may go on after SIGTERM.
     ``max_choices`` bounds one request's answers: ``n`` times its prompts. ``cors_origins`` empty: browsers
     of other origins are not served. With ``admin_key`` its holder may look after the cache.
+    ``anthropic_rules``: a model of Anthropic's by whose rules ``/v1/messages`` counts, instead of by what was
+    read and written; empty: none. ``pin_breakpoints``: keep KV up to ``cache_control`` for its time, as a pin
+    does.
     """
 
     host: str = "127.0.0.1"
@@ -49,6 +52,8 @@ class ServerSettings:
     drain_timeout_s: float = 30.0
     cors_origins: tuple[str, ...] = ()
     admin_key: str | None = field(default=None, repr=False)
+    anthropic_rules: str = ""
+    pin_breakpoints: bool = False
 
 
 def server_settings(

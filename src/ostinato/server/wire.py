@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, Final, Protocol, TypeAlias
+
+import orjson
 
 from ..ports import Tokenizer
 from ..types import Chunk, GenerationRequest, TokenLogprob, ToolCall, Usage
@@ -14,6 +16,15 @@ Json: TypeAlias = dict[str, Any]
 
 # OpenAI's own way to say "so unlikely that there is no number for it"; JSON has no infinity.
 UNLIKELY: Final = -9999.0
+
+
+def event(data: bytes) -> bytes:
+    """One server-sent event. JSON has no raw line break, so one line is enough."""
+    return b"data: " + data + b"\n\n"
+
+
+def openai_event(item: Json) -> bytes:
+    return event(orjson.dumps(item))
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +72,11 @@ class Work:
     is_stream: bool
     include_usage: bool
     cache_answer: bool | None = None
+    #: One object of a stream as it is sent, and how a stream ends.
+    encode: Callable[[Json], bytes] = openai_event
+    closing: bytes = b"data: [DONE]\n\n"
+    #: Called in a thread once the whole answer was sent.
+    after: Callable[[], None] | None = None
 
 
 @dataclass(slots=True)
