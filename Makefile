@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 MAKEFLAGS += --no-print-directory
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: help setup run demo test check format docs bench bench-engine bench-assembly bench-matching bench-peers bench-prefix bench-serve bench-policies bench-tiers bench-codecs soak soak-tier bench-tenants soak-sim lock clean
+.PHONY: help setup run demo test check format docs bench bench-engine bench-assembly bench-matching bench-peers bench-prefix bench-serve bench-policies bench-tiers bench-codecs bench-retention soak soak-tier bench-tenants soak-sim lock clean
 
 help:  ## Show this
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  %-14s %s\n", $$1, $$2}'
@@ -57,6 +57,9 @@ bench-tiers: setup  ## The shared tier: bandwidth, restart, what it costs
 
 bench-codecs: setup  ## KV in fewer bits: size, speed, and what it does to answers
 	$(BIN)/python benchmarks/codecs.py
+
+bench-retention: setup  ## What a KV budget does to answers, method by method; in parts of 20 minutes
+	$(BIN)/python benchmarks/retention.py
 
 soak-tier: setup  ## Five minutes of eight processes on one shared tier, with kills, quotas and purges
 	rm -rf build/soak && $(BIN)/python tests/kv/tiers/soak.py build/soak --seconds 300

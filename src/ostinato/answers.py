@@ -30,10 +30,12 @@ class Answer:
         num_choices: int,
         deliver: Callable[[Chunk], None],
         done: Callable[[FinishReason, Usage], None],
+        retention: str = "",
     ) -> None:
         self._assembled = assembled
         self._deliver = deliver
         self._done = done
+        self._retention = retention
         self._left = num_choices
         self._stats: list[SequenceStats] = []
 
@@ -66,6 +68,8 @@ class Answer:
             ttft_s=first - arrived,
             queue_s=started - arrived,
             total_s=max(s.finished_s for s in self._stats) - arrived,
+            dropped_tokens=sum(s.dropped_tokens for s in self._stats),
+            retention=self._retention,
         )
         return self._assembled.annotate(usage)
 

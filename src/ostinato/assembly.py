@@ -67,7 +67,7 @@ class Assembled:
     """A prompt as tokens, the namespace they belong to, and what its assembly did to the conversation.
 
     ``conversation`` is what was rendered, ``None`` for a raw prompt. ``syntax`` is how calls are written in
-    the answer, where any may come.
+    the answer, where any may come. ``pinned`` are the request's, as indices of ``conversation``.
     """
 
     tokens: TokenArray
@@ -81,6 +81,7 @@ class Assembled:
     prompt_name: str = ""
     num_kept: int = 0
     tail: Tail | None = None
+    pinned: tuple[int, ...] = ()
 
     def annotate(self, usage: Usage) -> Usage:
         """``usage`` with what only the assembly knows."""
@@ -252,6 +253,7 @@ class Assembler:
             conversation,
             num_kept=made.num_kept,
             tail=made.tail,
+            pinned=_still_pinned(_pinned(request.pinned, given, prompt), trimmed),
             syntax=syntax,
             tool_names=tuple(tool["function"]["name"] for tool in prompt.tools),
             trimmed=None if trimmed is None else _report(trimmed, self._rules(request, max_model_len)),
@@ -296,6 +298,29 @@ class Assembler:
         is_as_counted = prompt.num_kept > 0 or len(prompt.ids) == trimmed.num_tokens
         assert is_as_counted, "a trimmed prompt has another length than was counted"
         return trimmed.conversation, prompt, trimmed
+
+    def owners(self, assembled: Assembled, *, continue_final_message: bool) -> TokenArray | None:
+        """The message that every token of a prompt is of, -1 where it is none's; ``None``: it cannot be told.
+
+        It takes renderings of its own: for who needs to know.
+        """
+        template = self._writing.template
+        if assembled.conversation is None or template is None:
+            return None
+        located = template.locate(
+            assembled.conversation,
+            add_generation_prompt=not continue_final_message,
+            continue_final_message=continue_final_message,
+        )
+        spanned = self._tokenizer.encode_spans(located, scope=assembled.namespace.salt)
+        if not np.array_equal(spanned.ids, assembled.tokens):
+            return None  # answers that came back in tokens of their own
+        owners = [-1 if s.message_index is None else s.message_index for s in located.segments]
+        return np.array(owners, np.int32)[spanned.segments]
+
+    def pieces(self, tokens: TokenArray) -> list[bytes]:
+        """The bytes that each token stands for."""
+        return [self._tokenizer.token_bytes(int(token)) for token in tokens]
 
     def keeper(self, assembled: Assembled) -> Callable[[Sequence[int]], object] | None:
         """What takes the ids of an answer to be kept; ``None`` where none are."""
@@ -342,6 +367,12 @@ class Assembler:
 def _report(trimmed: Trimmed, rules: TrimRules) -> Trim:
     assert rules.budget_tokens is not None, "rules of a request have a budget"
     return Trim(rules.strategy, rules.budget_tokens, trimmed.given_tokens, trimmed.dropped, trimmed.shortened)
+
+
+def _still_pinned(pinned: tuple[int, ...], trimmed: Trimmed | None) -> tuple[int, ...]:
+    if trimmed is None:
+        return pinned
+    return tuple(index for index, given in enumerate(trimmed.kept) if given in pinned)
 
 
 def _pinned(pinned: Sequence[Any], given: Conversation, prompt: Any) -> tuple[int, ...]:

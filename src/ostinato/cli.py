@@ -17,6 +17,7 @@ from .errors import ClientError, OstinatoError
 from .kv.codecs.spec import is_lossy
 from .kv.policy_names import POLICY_NAMES
 from .responses.control import ANSWERS_FOR
+from .retention.methods import METHOD_NAMES
 
 if TYPE_CHECKING:
     from .runtime import Runtime
@@ -175,6 +176,10 @@ def _settings(model: str | None, **options: Any) -> Settings:
 @click.option("--answers-bytes", type=Size(), help="What they may take.")
 @click.option("--answers-ttl", type=float, help="Seconds for which an answer is kept.")
 @click.option("--tenant-answers", type=Size(), help="What each API key or salt may keep of --answers-bytes.")
+@click.option(
+    "--kv-budget", help="KV of each request: 2048 (tokens), 50% (of the prompt), 64MiB; may change answers."
+)
+@click.option("--retention", type=click.Choice(METHOD_NAMES), help="What is kept within --kv-budget.")
 @click.option("--cache-ttl", type=float, help="Seconds after its last use for which KV is kept.")
 @click.option("--pinned-share", type=float, help="Part of --kv-cache that may be pinned, 0 to 1.")
 @click.option("--admin-key", help="Key for `ostinato cache`. Better: OSTINATO_ADMIN_KEY.")
@@ -200,6 +205,11 @@ def serve(model: str | None, **options: Any) -> None:
         click.secho(f"No KV reuse: {runtime.info.reuse_reason}.", fg="yellow")
     if is_lossy(settings.tier_codec):
         text = f"KV is stored as {settings.tier_codec}: answers that read it may differ (approximate_tokens)."
+        click.secho(text, fg="yellow")
+
+    if settings.kv_budget is not None:
+        within = f"{settings.kv_budget} by {settings.retention}"
+        text = f"The KV of each request is kept within {within}: answers may differ."
         click.secho(text, fg="yellow")
 
     warming = _warming(runtime, settings)

@@ -15,6 +15,8 @@ from .errors import ParameterError
 from .kv.codecs.spec import is_lossy
 from .kv.policy_names import POLICY_NAMES
 from .responses.control import ANSWERS_FOR
+from .retention.budgets import parse_budget
+from .retention.methods import DEFAULT_METHOD, method_by_name
 from .tenants import Tenant, read_tenants, tenants_of_keys
 from .types import TrimRules, TrimStrategy
 
@@ -74,6 +76,10 @@ class Settings:
         tenants: TOML file with more keys, by name, and with limits of their own.
         tenant_kv_cache: what each tenant (API key, or salt) may keep of ``kv_cache``; ``None``: all.
         tenant_shared_tier: and of ``shared_tier_bytes``.
+        kv_budget: within what the KV of each request is kept by dropping tokens, which may change answers:
+            tokens, a part of the prompt such as ``50%``, or bytes; ``None``: it is not. Requests and tenants
+            may say otherwise.
+        retention: what is kept then (``docs/retention.md``).
         cache_ttl: seconds after their last use for which KV is kept; ``None``: as long as there is room.
         pinned_share: the part of ``kv_cache`` that may be pinned.
         admin_key: key to look after the cache over HTTP; ``None``: nobody can.
@@ -131,6 +137,8 @@ class Settings:
     tenants: Path | None = None
     tenant_kv_cache: int | None = None
     tenant_shared_tier: int | None = None
+    kv_budget: str | None = None
+    retention: str = DEFAULT_METHOD
     cache_ttl: float | None = None
     pinned_share: float = 0.25
     admin_key: str | None = None
@@ -191,6 +199,8 @@ class Settings:
         if environment.get("HF_HUB_OFFLINE", "").lower() in {"1", "true", "yes", "on"}:
             values.setdefault("offline", True)
         values |= {name: value for name, value in overrides.items() if value is not None}
+        if type(values.get("kv_budget")) is int:
+            values["kv_budget"] = str(values["kv_budget"])
         for name in (*_PATHS, *_SIZES):
             if isinstance(values.get(name), str):
                 values[name] = _read(name, values[name])
@@ -225,6 +235,9 @@ class Settings:
                 f"tier_codec {self.tier_codec!r} says how a shared tier stores blocks: set shared_tier, too",
                 param="tier_codec",
             )
+        method_by_name(self.retention)
+        if self.kv_budget is not None:
+            parse_budget(self.kv_budget)
         if self.cache_ttl is not None and not self.cache_ttl >= 1:
             raise ParameterError("cache_ttl must be at least 1 second", param="cache_ttl")
         if self.answers_for not in ANSWERS_FOR:

@@ -11,6 +11,7 @@
     │   │   └── MessageTypeError         a field of the wrong type, or text that is not Unicode
     │   ├── TemplateError                the model's template refuses it   400
     │   ├── PromptTooLongError           more tokens than the model takes  400  (both numbers)
+    │   ├── BudgetTooSmallError          protected tokens fill a KV budget 400  (both numbers)
     │   ├── MalformedRequestError        a body that is not a JSON object  400
     │   ├── ParameterError               a parameter out of its range      400  (has .param)
     │   ├── AuthenticationError          no key, or a wrong one            401
@@ -100,6 +101,18 @@ class PromptTooLongError(ClientError):
         super().__init__(message)
         self.num_tokens = num_tokens
         self.max_tokens = max_tokens
+
+
+class BudgetTooSmallError(ClientError):
+    """A sequence's KV budget has no room beside the tokens that are protected."""
+
+    code = "kv_budget_too_small"
+    param = "kv_budget"
+
+    def __init__(self, message: str, *, num_protected: int, budget_tokens: int) -> None:
+        super().__init__(message)
+        self.num_protected = num_protected
+        self.budget_tokens = budget_tokens
 
 
 class MalformedRequestError(ClientError):

@@ -42,6 +42,7 @@ from .types import (
     GenerationRequest,
     Message,
     PromptUse,
+    Retention,
     SamplingParams,
     Session,
     SessionState,
@@ -121,13 +122,16 @@ class Engine:
     Keyword arguments of the methods are the fields of :class:`~ostinato.types.SamplingParams`, ``n``
     (choices), ``best_of`` (so many are computed, and the ``n`` likeliest kept), ``salt`` (keeps this caller's
     KV apart), ``cache_ttl`` (seconds after its last use for which it is kept), ``deadline`` (seconds that the
-    answer may take; then it ends with what it has) and ``session`` (an id, or a
-    :class:`~ostinato.types.Session`: a hint of what is worth keeping), and for conversations:
+    answer may take; then it ends with what it has), ``session`` (an id, or a
+    :class:`~ostinato.types.Session`: a hint of what is worth keeping) and ``kv_budget`` (tokens, ``"50%"`` of
+    the prompt or ``"64MiB"``: within it the KV of this request is kept by dropping tokens, which may change
+    the answer) with ``retention`` (the method), ``entities`` and ``pinned_text``
+    (:class:`~ostinato.types.Retention`), and for conversations:
 
     - ``tools``: what the model may call, in OpenAI's form. Calls come back as ``tool_calls``.
     - ``trim``: ``"off"``, ``"drop"``, ``"shorten"``, ``"sticky"``, or :class:`~ostinato.types.TrimRules` (or
-      their fields, as a dict), and ``pinned``, the indices of messages that must stay. What was left out
-      stands in ``usage.trimmed``.
+      their fields, as a dict), and ``pinned``, the indices of messages that must stay, here and within a
+      ``kv_budget`` (or ``"pin": True`` in these messages). What was left out stands in ``usage.trimmed``.
     - ``prompt`` and ``variables``: a prompt of :attr:`prompts` by name, whose messages come before the
       conversation's; then there need be none.
     - ``continue_final_message=True``: go on with the assistant's last message.
@@ -294,6 +298,7 @@ class Engine:
         self.close()
 
     def _prepare_chat(self, given: ConversationLike, options: dict[str, Any]) -> Start:
+        given, pinned = _without_pins(given)
         name, variables = options.pop("prompt", None), options.pop("variables", None)
         if name is None and variables is not None:
             raise ParameterError("variables are for a named prompt: give prompt", param="variables")
@@ -303,7 +308,7 @@ class Engine:
         request = GenerationRequest(
             conversation,
             trim=_trim_rules(options.pop("trim", None)),
-            pinned=tuple(options.pop("pinned", ())),
+            pinned=(*options.pop("pinned", ()), *pinned),
             named_prompt=None if name is None else PromptUse(name, variables or {}),
             continue_final_message=bool(options.pop("continue_final_message", False)),
             canonical=bool(options.pop("canonical", True)),
@@ -320,6 +325,7 @@ class Engine:
             session = Session(session)
         salt = options.pop("salt", "")
         control = _cache_control(options.pop("cache_control", None), options.pop("cache_answer", None))
+        retention = _retention(options)
         known = {item.name for item in fields(SamplingParams)}
         for name in options:
             if name not in known:
@@ -340,6 +346,7 @@ class Engine:
             cache_ttl_s=ttl_s,
             deadline_s=deadline_s,
             cache_control=control,
+            retention=retention,
         )
         if self.front is not None:
             front, ready = self.front, self.front.prepare(request)
@@ -569,6 +576,7 @@ def _start(
         deadline_s=math.inf if settings.deadline is None else settings.deadline,
         keeper=Keeper(manager, tier, block_bytes),
         revision=_revision(settings, local, info, loaded.eos_token_ids | tokenizer.eos_token_ids),
+        budgets=_budgets(settings),
     )
     return runtime
 
@@ -582,6 +590,17 @@ def _revision(settings: Settings, local: LocalModel, info: RunnerInfo, eos_token
         *(digest_file(path) for path in sorted(local.path.glob("*config.json"))),
     ]
     return digest_bytes("\n".join(parts).encode())
+
+
+def _budgets(settings: Settings) -> dict[str, Retention]:
+    """The KV budgets of requests that bring none, by tenant; ``""``: everyone else's."""
+    budgets = {tenant.id: tenant.kv_budget for tenant in settings.all_tenants()}
+    budgets[""] = settings.kv_budget
+    return {
+        tenant: Retention(budget, settings.retention)
+        for tenant, budget in budgets.items()
+        if budget is not None
+    }
 
 
 def _num_blocks(settings: Settings, info: RunnerInfo) -> int:
@@ -741,6 +760,41 @@ def _trim_rules(given: Any) -> TrimRules | None:
         if name not in known:
             raise ParameterError(f"trim has no field {name!r}", param="trim")
     return TrimRules(**named)
+
+
+def _without_pins(given: Any) -> tuple[Any, tuple[int, ...]]:
+    """Messages without their ``pin``, and which of them had one that is true."""
+    if not isinstance(given, list | tuple) or not any(isinstance(m, Mapping) and "pin" in m for m in given):
+        return given, ()
+    pins = [message.get("pin", False) if isinstance(message, Mapping) else False for message in given]
+    for index, pin in enumerate(pins):
+        if not isinstance(pin, bool):
+            raise ParameterError(
+                "pin must be true or false", param=f"messages[{index}].pin", code="invalid_type"
+            )
+    plain = [
+        {key: value for key, value in message.items() if key != "pin"}
+        if isinstance(message, Mapping)
+        else message
+        for message in given
+    ]
+    return plain, tuple(index for index, pin in enumerate(pins) if pin)
+
+
+def _retention(options: dict[str, Any]) -> Retention | None:
+    """Takes what is said of a KV budget out of a request's options."""
+    budget = options.pop("kv_budget", None)
+    names = {"retention": "method", "entities": "entities", "pinned_text": "pinned_text"}
+    given = {field: options.pop(name) for name, field in names.items() if name in options}
+    if budget is None:
+        if given:
+            name = next(name for name, field in names.items() if field in given)
+            raise ParameterError(f"{name} is for a kv_budget: give one", param=name)
+        return None
+    if isinstance(given.get("pinned_text"), str | list):
+        text = given["pinned_text"]
+        given["pinned_text"] = (text,) if isinstance(text, str) else tuple(text)
+    return Retention(budget, **given)
 
 
 def _collect(chunks: Iterator[Chunk]) -> Reply:

@@ -109,6 +109,9 @@ class PrometheusObserver:
         self._approximate = counter(
             "approximate_prompt_tokens", "Prompt tokens whose cached KV had been through a lossy codec."
         )
+        self._kv_dropped = counter(
+            "kv_budget_dropped_tokens", "Tokens whose KV was dropped within a request's budget.", ("method",)
+        )
         self._named = counter("named_prompt_requests", "Requests by the named prompt they used.", ("prompt",))
         self._named_queries = counter(
             "named_prompt_tokens", "Prompt tokens of requests with a named prompt.", ("prompt",)
@@ -202,6 +205,8 @@ class PrometheusObserver:
         if (trim := usage.trimmed) is not None:
             self._trimmed.labels(trim.strategy).inc()
             self._trimmed_tokens.labels(trim.strategy).inc(trim.given_tokens - usage.prompt_tokens)
+        if usage.retention:
+            self._kv_dropped.labels(usage.retention).inc(usage.dropped_tokens)
         if usage.prompt_name:
             self._named.labels(usage.prompt_name).inc()
             self._named_queries.labels(usage.prompt_name).inc(usage.prompt_tokens)

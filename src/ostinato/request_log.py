@@ -234,6 +234,8 @@ class RequestLog:
         }
         if usage.approximate_tokens:
             line["approximate_tokens"] = usage.approximate_tokens
+        if usage.retention:
+            line["retention"], line["kv_dropped_tokens"] = usage.retention, usage.dropped_tokens
         if usage.prompt_name:
             line["prompt_name"] = usage.prompt_name
         if request.session is not None:

@@ -45,13 +45,16 @@ from .prompt.detokenize import Detokenizer
 from .prompt.registry import PromptRegistry
 from .prompt.rules import CustomRole
 from .prompt.template import Template
+from .protect import check_retention, keep_of
 from .ranking import BestOf
+from .retention.keeping import Keep, Keeping
 from .types import (
     Chunk,
     Conversation,
     FinishReason,
     GenerationRequest,
     Message,
+    Retention,
     SamplingParams,
     Served,
     Session,
@@ -121,11 +124,15 @@ def assemble_prompt(
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A request that passed every check, as tokens. Its prompt is what was rendered of it."""
+    """A request that passed every check, as tokens. Its prompt is what was rendered of it.
+
+    ``keep``: how it stays within a budget of KV that it is going to exceed.
+    """
 
     request: GenerationRequest
     assembled: Assembled
     max_new_tokens: int
+    keep: Keep | None = None
 
     @property
     def tokens(self) -> TokenArray:
@@ -226,12 +233,19 @@ class Runtime:
         keeper: Keeper | None = None,
         deadline_s: float = inf,
         revision: str = "",
+        budgets: Mapping[str, Retention] | None = None,
     ) -> None:
         """``tier_link``: the engine's own, to report on; closed with the engine.
 
         ``revision`` is a digest of what decides answers beside the namespace: versions, device,
-        configuration.
+        configuration. ``budgets``: by tenant, for the KV of requests that bring none; ``""`` is everyone
+        else's.
+
+        Raises:
+            ParameterError: such a budget is none, or the model cannot be kept within one.
         """
+        for retention in (budgets or {}).values():
+            check_retention(retention, info, model_name)
         self.model_name = model_name
         self.created_s = int(clock.now())
         self.info = info
@@ -247,6 +261,7 @@ class Runtime:
         self._sessions = sessions
         self.eos_token_ids = eos_token_ids
         self._tier_link = tier_link
+        self._budgets = dict(budgets or {})
         self._accepting = True
         self._active: set[RequestHandle] = set()
         self._idle = threading.Condition()
@@ -393,7 +408,14 @@ class Runtime:
             raise ParameterError(
                 f"token ids must be between 0 and {self.info.vocab_size - 1}", param="prompt"
             )
-        assembled = self.assembler.assemble(request, self.max_model_len)
+        limit = self.max_model_len
+        if request.retention is None and not request.is_warming:
+            tenant = self.assembler.namespace.with_salt(request.salt).tenant
+            request = replace(request, retention=self._budgets.get(tenant, self._budgets.get("")))
+        if request.retention is not None:
+            check_retention(request.retention, self.info, self.model_name)
+            limit = self.info.max_model_len
+        assembled = self.assembler.assemble(request, limit)
         tokens = assembled.tokens
         if len(tokens) == 0:
             raise ParameterError("the prompt is empty: give at least one token", param="prompt")
@@ -403,7 +425,6 @@ class Runtime:
                 "its tokenizer has more tokens than it was made for",
                 param="prompt",
             )
-        limit = self.max_model_len
         if len(tokens) >= limit:
             raise PromptTooLongError(
                 f"the prompt has {len(tokens)} tokens; this model takes at most {limit} tokens, "
@@ -420,9 +441,13 @@ class Runtime:
                 max_tokens=limit,
             )
         max_new = limit - len(tokens) if wanted is None else wanted
+        keep = None
+        if request.retention is not None:
+            most = self._manager.num_usable_tokens
+            keep = keep_of(request, assembled, self.assembler, self.info, max_new, most)
         if assembled.conversation is not None:
             request = replace(request, prompt=assembled.conversation, named_prompt=None, trim=None, pinned=())
-        return Prepared(request, assembled, max_new)
+        return Prepared(request, assembled, max_new, keep)
 
     def num_prompt_tokens(self, request: GenerationRequest) -> int:
         """How many tokens a request's prompt has. Raises :class:`ClientError` as :meth:`prepare` does."""
@@ -453,7 +478,8 @@ class Runtime:
         if num_computed > request.num_choices:
             deliver = BestOf(request.num_choices, deliver, with_logprobs=params.logprobs is not None).take
             params = replace(params, logprobs=params.logprobs or 0)
-        answer = Answer(prepared.assembled, num_computed, deliver, done)
+        method = "" if request.retention is None else request.retention.method
+        answer = Answer(prepared.assembled, num_computed, deliver, done, method)
         keep = self.assembler.keeper(prepared.assembled)
         stop_ids = frozenset(params.stop_token_ids)
         if not params.ignore_eos:
@@ -480,6 +506,7 @@ class Runtime:
                     session=request.session,
                     terms=terms_of(prepared),
                     deadline_s=self.deadline_s if request.deadline_s is None else request.deadline_s,
+                    keeping=None if prepared.keep is None else self._keeping(prepared.keep),
                 )
             )
         handle = RequestHandle(self._batcher, sequences)
@@ -494,6 +521,9 @@ class Runtime:
                 self._active.discard(handle)
             raise
         return handle
+
+    def _keeping(self, keep: Keep) -> Keeping:
+        return Keeping(keep, len(self.info.kv_heads), self.info.kv_heads[0])
 
     def iterate(self, prepared: Prepared) -> Iterator[Chunk]:
         """Start a request and yield its chunks; closing the iterator cancels it."""

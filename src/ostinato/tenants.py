@@ -16,10 +16,11 @@ from blake3 import blake3
 
 from .errors import ParameterError
 from .kv.terms import Allowance, Allowances, tenant_id
+from .retention.budgets import parse_budget
 
 _SALT_CONTEXT: Final = "ostinato server key salt v1"
 _SIZES: Final = ("kv_cache", "shared_tier", "answers")
-_FIELDS: Final = frozenset({"api_key", "salt", "ttl", *_SIZES})
+_FIELDS: Final = frozenset({"api_key", "salt", "ttl", "kv_budget", *_SIZES})
 
 
 def key_salt(key: str) -> str:
@@ -32,7 +33,8 @@ class Tenant:
     """One tenant: its API ``key``, if it has one, and what its salts are made of.
 
     ``kv_bytes``, ``tier_bytes`` and ``answers_bytes`` bound what is kept of it in the arena, in the shared
-    tier and of answers, ``ttl_s`` for how long; ``None``: as for everyone.
+    tier and of answers, ``ttl_s`` for how long, ``kv_budget`` the KV of each of its requests; ``None``: as
+    for everyone.
     """
 
     name: str
@@ -42,6 +44,7 @@ class Tenant:
     tier_bytes: int | None = None
     ttl_s: float | None = None
     answers_bytes: int | None = None
+    kv_budget: int | str | None = None
 
     @property
     def id(self) -> str:
@@ -64,6 +67,7 @@ def read_tenants(path: Path, parse_size: Any) -> tuple[Tenant, ...]:
         shared_tier = "4GiB"    # and in the shared tier
         answers = "100MiB"      # and of whole answers
         ttl = 3600              # seconds after the last use (of answers: after they were stored)
+        kv_budget = "50%"       # of the KV of each of its requests (tokens, a part of the prompt, bytes)
 
     Args:
         parse_size: reads ``"1GiB"`` as bytes.
@@ -107,8 +111,13 @@ def _tenant(path: Path, name: str, table: Any, parse_size: Any) -> Tenant:
     ttl = table.get("ttl")
     if ttl is not None and (isinstance(ttl, bool) or not isinstance(ttl, int | float) or not ttl >= 1):
         raise wrong("has a ttl that is not a number of seconds, at least 1")
+    if (budget := table.get("kv_budget")) is not None:
+        try:
+            parse_budget(budget)
+        except ParameterError:
+            raise wrong('has a kv_budget that is none; write 2048, "50%" or "64MiB"') from None
     salt = key_salt(key) if key is not None else salt
-    return Tenant(name, key, salt, sizes["kv_cache"], sizes["shared_tier"], ttl, sizes["answers"])
+    return Tenant(name, key, salt, sizes["kv_cache"], sizes["shared_tier"], ttl, sizes["answers"], budget)
 
 
 def allowances(

@@ -156,6 +156,17 @@ class SlotCopy:
 
 
 @dataclass(frozen=True, slots=True)
+class SlotMove:
+    """Move KV to ``targets``, in each layer and key head from slots of its own.
+
+    ``sources``: integers ``[layers, kv_heads, number]``; ``targets``: ``[number]``. The two may overlap.
+    """
+
+    sources: npt.NDArray[np.int64]
+    targets: TokenArray
+
+
+@dataclass(frozen=True, slots=True)
 class SequencePlan:
     """What one sequence does in one step.
 
@@ -191,10 +202,11 @@ class SequencePlan:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """One step of the engine: first the copies, in order, then all rows of all sequences at once."""
+    """One step of the engine: first moves and copies, in order, then all rows of all sequences at once."""
 
     sequences: tuple[SequencePlan, ...]
     copies: tuple[SlotCopy, ...] = ()
+    moves: tuple[SlotMove, ...] = ()
 
 
 # ---------------------------------------------------------------- generation
@@ -326,6 +338,8 @@ class Usage:
     ``kept_tokens`` of the prompt's are answers in the tokens they were generated in, where asked for.
     ``served``: a response cache had the answer; then nothing was computed, and all of the prompt counts as
     cached.
+    ``dropped_tokens`` of prompt and answer had no KV any more at the end, by the method ``retention``, where
+    a budget was asked for.
     """
 
     prompt_tokens: int = 0
@@ -342,6 +356,8 @@ class Usage:
     approximate_tokens: int = 0
     kept_tokens: int = 0
     served: Served | None = None
+    dropped_tokens: int = 0
+    retention: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -395,6 +411,22 @@ class Session:
 
 
 @dataclass(frozen=True, slots=True)
+class Retention:
+    """Keep a sequence's KV within a budget, by dropping tokens: the answer may change.
+
+    ``budget``: tokens (``2048``), a part of the prompt (``"50%"``) or bytes (``"64MiB"``). ``method``: what
+    to keep (:mod:`ostinato.retention.methods`). ``entities``: whether names, numbers, codes and quoted text
+    stay before other text; ``None``: as the method has it. ``pinned_text``: wherever it stands in the
+    prompt, it stays; so do the messages that a request pins, system text and the newest turn.
+    """
+
+    budget: int | str
+    method: str = "summary"
+    entities: bool | None = None
+    pinned_text: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class GenerationRequest:
     """What a door hands to the runtime: a conversation, or a raw prompt as text or as token ids.
 
@@ -410,6 +442,7 @@ class GenerationRequest:
     keeps things. ``deadline_s``: seconds
     from arrival; then an answer ends with what it has (reason "length"), or is refused if that is nothing.
     ``cache_control``: what it says about kept answers.
+    ``retention``: a budget for its KV, within which tokens are dropped; ``None``: as the server has it.
     """
 
     prompt: Conversation | str | tuple[int, ...]
@@ -428,3 +461,4 @@ class GenerationRequest:
     cache_ttl_s: float | None = None
     deadline_s: float | None = None
     cache_control: CacheControl = CacheControl()
+    retention: Retention | None = None

@@ -24,6 +24,7 @@ from ostinato.kv.manager import KVManager
 from ostinato.kv.tiers.shared import SharedTier
 from ostinato.kv.transfer import TierLink
 from ostinato.ports import SystemClock
+from ostinato.retention.keeping import Keeping
 from ostinato.types import FinishReason, SamplingParams, TokenLogprob
 
 GREEDY = SamplingParams(temperature=0.0)
@@ -139,6 +140,7 @@ class Harness:
         stop_after: int | None = None,
         stop_tokens: frozenset[int] = frozenset(),
         deadline_s: float = math.inf,
+        keeping: Keeping | None = None,
     ) -> tuple[Sequence, Collected]:
         sink = Collected(stop_after)
         sequence = Sequence(
@@ -149,6 +151,7 @@ class Harness:
             max_new_tokens=max_new,
             stop_token_ids=stop_tokens,
             deadline_s=deadline_s,
+            keeping=keeping,
         )
         self.batcher.submit([sequence])
         return sequence, sink

@@ -59,7 +59,8 @@ class RunnerInfo:
     ``chunked`` is false where a prompt must run in one piece. ``kv_layout``, ``kv_dtype`` and ``rotary``
     go into the namespace: KV is exchangeable only where they are equal. ``compaction_reason`` says why a
     sequence's places must be its positions, where they must. For a row, attending to ``keys_a_row`` keys is
-    as much arithmetic as its way through the weights.
+    as much arithmetic as its way through the weights. ``kv_heads``: how many key
+    heads each layer has.
     """
 
     max_model_len: int
@@ -74,6 +75,7 @@ class RunnerInfo:
     chunked: bool = True
     compaction_reason: str | None = None
     keys_a_row: float = math.inf
+    kv_heads: tuple[int, ...] = ()
 
 
 class ModelRunner(Protocol):
@@ -86,7 +88,7 @@ class ModelRunner(Protocol):
         """Make ready to sample for a sequence; ``prompt`` is what penalties count as prompt."""
 
     def execute(self, plan: Plan) -> StepResult:
-        """Do the copies, compute all rows, and sample for the sequences that asked."""
+        """Do moves and copies, compute all rows, and sample for the sequences that asked."""
 
     def deviations(self, sequence: SequencePlan, layer: int) -> Deviations:
         """Run rows up to ``layer`` only, and compare their KV there with what lies in their slots.

@@ -15,7 +15,6 @@ import atexit
 import logging
 import threading
 from collections import deque
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -35,10 +34,11 @@ from ..types import (
     SlotCopy,
     num_common,
 )
-from .base import ModelRunner, Sampled
+from .base import ModelRunner, Sampled, StepResult
 from .line import Turns, prefixes_first
 from .pace import Pace, Room
 from .sequence import Sequence, SequenceStats
+from .thinning import thin
 from .worker import Worker
 
 _log = logging.getLogger(__name__)
@@ -203,12 +203,12 @@ class Batcher:
         if self._tender is not None:
             self._tender.wake()
         started_s = self._clock.monotonic()
-        sampled = self._runner.execute(plan).sampled
+        result = self._runner.execute(plan)
         duration_s = self._clock.monotonic() - started_s
         self._note_pace(plan, planned, duration_s)
         if self._tier_link is not None:
             self._tier_link.note_step(plan, duration_s)
-        self._postprocess(plan, planned, sampled)
+        self._postprocess(plan, planned, result)
         self._observe(self._step_event(plan, self._clock.monotonic() - started_s))
 
     def _take_in(self) -> bool:
@@ -243,9 +243,12 @@ class Batcher:
         """Choose this step's rows. Decoding comes first, then prompts in order of arrival."""
         self._copies = []
         self._take_loaded()
+        self._thin()
         planned: list[tuple[Sequence, int]] = []
         for sequence in [s for s in self._running if not s.is_prefilling]:
-            if sequence.lease is not None and self._make_room(sequence):
+            if sequence.lease is None or not self._make_room(sequence):
+                continue
+            if sequence.keeping is None or self._plan_kept(sequence, 1):
                 planned.append((sequence, 1))
         planned = [(s, n) for s, n in planned if s.lease is not None]  # some were preempted after all
         room = self._room([s for s, _ in planned])
@@ -262,13 +265,13 @@ class Batcher:
     def _room(self, decoding: list[Sequence]) -> Room:
         """What the step has for prompts beside those who decode."""
         num_readers = sum(sequence.num_output > 1 for sequence in decoding)
-        work = sum(self._pace.work(sequence.num_computed, 1) for sequence in decoding)
+        work = sum(self._pace.work(sequence.num_past, 1) for sequence in decoding)
         return self._pace.room(work, num_readers, self._settings.max_batch_tokens - len(decoding))
 
     def _note_pace(self, plan: Plan, planned: list[Sequence], duration_s: float) -> None:
         decoding = prompts = 0.0
         for rows, sequence in zip(plan.sequences, planned, strict=True):
-            work = self._pace.work(sequence.num_computed, len(rows.tokens))
+            work = self._pace.work(sequence.num_past, len(rows.tokens))
             if sequence.is_prefilling:
                 prompts += work
             else:
@@ -277,33 +280,71 @@ class Batcher:
 
     def _plan_chunk(self, sequence: Sequence, room: Room, planned: list[tuple[Sequence, int]]) -> None:
         remaining = sequence.num_tokens - sequence.num_computed
-        num_rows = room.take(sequence.num_computed, remaining)
+        if sequence.keeping is not None:
+            remaining = sequence.keeping.next_rows(
+                sequence.num_computed, sequence.num_tokens, remaining
+            ).num_rows
+        num_rows = room.take(sequence.num_past, remaining)
         if not self._info.chunked:
             num_rows = remaining
-        if num_rows > 0:
+        if num_rows > 0 and (sequence.keeping is None or self._plan_kept(sequence, num_rows)):
             planned.append((sequence, num_rows))
+            if sequence.rows is not None:
+                room.take(sequence.num_past, len(sequence.rows.probe))
+
+    def _plan_kept(self, sequence: Sequence, num_rows: int) -> bool:
+        """What a sequence within a budget does in this step; false: it waits for a load to give way."""
+        keeping = sequence.keeping
+        assert keeping is not None, "a sequence without a budget"
+        sequence.rows = keeping.next_rows(sequence.num_computed, sequence.num_tokens, num_rows)
+        assert sequence.rows.num_rows == num_rows, "rows that were not asked for"
+        return keeping.room_for(sequence.rows) is None
 
     def _plan_rows(self, sequence: Sequence, num_rows: int) -> SequencePlan:
         assert sequence.lease is not None
         start, end = sequence.num_computed, sequence.num_computed + num_rows
+        positions, places, num_watched, num_before = np.arange(start, end, dtype=np.int32), None, 0, start
+        if sequence.keeping is not None:
+            assert sequence.rows is not None
+            positions = np.concatenate([positions, sequence.rows.probe])
+            num_before, num_watched = sequence.keeping.num_places, sequence.rows.num_watched
+            places = np.arange(num_before, num_before + len(positions), dtype=np.int32)
         return SequencePlan(
             sequence_id=sequence.id,
-            tokens=sequence.tokens[start:end],
-            positions=np.arange(start, end, dtype=np.int32),
-            slots=sequence.lease.slots(start, end),
+            tokens=sequence.tokens[positions],
+            positions=positions,
+            slots=sequence.lease.slots(num_before, num_before + len(positions)),
             block_ids=sequence.lease.block_ids,
             block_size=self._manager.block_size,
             sample=end == sequence.num_tokens,
+            places=places,
+            num_watched=num_watched,
         )
+
+    def _thin(self) -> None:
+        """Sequences that would exceed their budget in this step drop tokens first."""
+        for sequence in [s for s in self._running if s.keeping is not None]:
+            keeping = sequence.keeping
+            assert keeping is not None
+            most = self._settings.max_batch_tokens
+            while sequence.lease is not None:
+                rows = keeping.next_rows(sequence.num_computed, sequence.num_tokens, most)
+                room = keeping.room_for(rows)
+                if room is None or thin(sequence, room, self._runner, self._manager.block_size):
+                    break
+                if self._stop_a_load():
+                    break
+                self._preempt(self._running[-1])
 
     def _make_room(self, sequence: Sequence) -> bool:
         """Room for a decoding sequence's next row, taken from the youngest if it must be."""
         assert sequence.lease is not None
-        while not sequence.lease.reserve(sequence.num_tokens, spare_tokens=self._settings.growth_tokens):
+        spare_tokens = self._settings.growth_tokens if sequence.keeping is None else 0
+        while not sequence.lease.reserve(sequence.num_wanted, spare_tokens=spare_tokens):
             if self._stop_a_load():
                 return False  # what it held is free in a moment; this one pauses until then
             youngest = self._running[-1]
-            if youngest is sequence and sequence.num_tokens > self._manager.num_usable_tokens:
+            if youngest is sequence and sequence.num_wanted > self._manager.num_usable_tokens:
                 self._running.remove(sequence)
                 self._finish(sequence, "length")  # it fills the whole arena: nothing more ever fits
                 return False
@@ -345,7 +386,7 @@ class Batcher:
             self._running.append(sequence)  # so that whatever fails from here on ends it
             hints = RequestHints(input_tokens=sequence.num_prompt)
             lease = sequence.lease = self._manager.acquire(
-                sequence.namespace, sequence.tokens, hints=hints, terms=sequence.terms
+                sequence.namespace, sequence.lookup_tokens, hints=hints, terms=sequence.terms
             )
             if not self._reserve_first(lease, sequence):
                 self._running.pop()
@@ -362,7 +403,9 @@ class Batcher:
                     other.num_overtaken += 1
             sequence.copies = lease.take_copies()
             if self._tier_link is not None and self._info.reuse:
-                sequence.load = self._tier_link.begin(lease, sequence.tokens, sequence.chain, self._notify)
+                sequence.load = self._tier_link.begin(
+                    lease, sequence.lookup_tokens, sequence.chain, self._notify
+                )
             if sequence.load is None:
                 self._start(sequence, lease.prefix_len)
                 return sequence
@@ -377,14 +420,15 @@ class Batcher:
         line = self._turns.order(self._waiting, self._running)
         if not self._info.reuse or len(line) < 2:
             return line
-        return prefixes_first(line, lambda s: self._manager.peek(s.namespace, s.tokens))
+        return prefixes_first(line, lambda s: self._manager.peek(s.namespace, s.lookup_tokens))
 
     def _reserve_first(self, lease: Lease, sequence: Sequence) -> bool:
         """Room for a sequence that is about to start, if as much is left as lets everyone else go on a while.
 
         Without that watermark a full arena would take in a sequence only to throw one out at the next step.
         """
-        if not lease.reserve(sequence.num_tokens, spare_tokens=self._settings.growth_tokens):
+        spare_tokens = self._settings.growth_tokens if sequence.keeping is None else 0
+        if not lease.reserve(sequence.num_wanted, spare_tokens=spare_tokens):
             return False
         left = self._manager.num_free_blocks + self._manager.num_evictable_blocks
         return left >= len(self._running) - 1
@@ -392,7 +436,7 @@ class Batcher:
     def _ends_for_pins(self, sequence: Sequence) -> bool:
         """Ends a sequence that there is not room for without what is pinned, as long as that is."""
         num_usable, num_pinned = self._manager.num_usable_tokens, self._manager.num_pinned_blocks
-        if not num_pinned or sequence.num_tokens <= num_usable:
+        if not num_pinned or sequence.num_wanted <= num_usable:
             return False
         if sequence.num_output:
             self._finish(sequence, "length")
@@ -411,6 +455,8 @@ class Batcher:
         else:
             sequence.copies = ()
         sequence.num_computed = num_computed
+        if sequence.keeping is not None:
+            sequence.keeping.start(num_computed)
         self._note_exactness(sequence)
         sequence.copies = ()
         if sequence.started_s is None:
@@ -441,8 +487,9 @@ class Batcher:
         link = self._tier_link
         if link is None or not self._info.reuse:
             return False
-        below = link.num_tokens_below(sequence.namespace, sequence.tokens, sequence.chain)
-        return below > 0 and below > self._manager.peek(sequence.namespace, sequence.tokens)
+        tokens = sequence.lookup_tokens
+        below = link.num_tokens_below(sequence.namespace, tokens, sequence.chain)
+        return below > 0 and below > self._manager.peek(sequence.namespace, tokens)
 
     def _take_loaded(self) -> None:
         """Sequences whose blocks have been read go on from there; those that were stopped wait again."""
@@ -455,7 +502,7 @@ class Batcher:
             del self._waiting[place]
             self._running.append(sequence)  # so that whatever fails from here on ends it
             sequence.load = None
-            num_computed = self._tier_link.finish(load, lease, sequence.tokens, sequence.chain)
+            num_computed = self._tier_link.finish(load, lease, sequence.lookup_tokens, sequence.chain)
             if load.is_stopped:
                 self._running.pop()
                 self._release(sequence)
@@ -480,9 +527,11 @@ class Batcher:
         prefilling = [s for s in started if s.is_prefilling and s.namespace == sequence.namespace]
         if not prefilling:
             return False
-        found = self._manager.peek(sequence.namespace, sequence.tokens)
-        usable = sequence.num_tokens - 1
+        found = self._manager.peek(sequence.namespace, sequence.lookup_tokens)
+        usable = len(sequence.lookup_tokens) - 1
         for other in prefilling:
+            if other.keeping is not None and other.keeping.keep.is_drop_certain:
+                continue  # hardly any of it is going to be found
             common = min(num_common(sequence.tokens, other.tokens), usable)
             if common >= found + self._manager.block_size:
                 return True
@@ -490,16 +539,21 @@ class Batcher:
 
     # ------------------------------------------------------------ postprocess
 
-    def _postprocess(self, plan: Plan, planned: list[Sequence], sampled: Mapping[int, Sampled]) -> None:
+    def _postprocess(self, plan: Plan, planned: list[Sequence], result: StepResult) -> None:
         now = self._clock.monotonic()
         for rows, sequence in zip(plan.sequences, planned, strict=True):
             was_prefilling = sequence.is_prefilling
-            sequence.num_computed += len(rows.tokens)
+            num_rows = len(rows.tokens)
+            if sequence.keeping is not None:
+                assert sequence.rows is not None
+                num_rows = sequence.rows.num_rows
+                sequence.keeping.note_rows(sequence.num_computed, sequence.rows, result.mass.get(sequence.id))
+            sequence.num_computed += num_rows
             if was_prefilling:
                 self._commit(sequence)
             if not rows.sample:
                 continue
-            choice = sampled[sequence.id]
+            choice = result.sampled[sequence.id]
             if choice.error is not None:
                 self._running.remove(sequence)
                 self._finish(sequence, "error", error=EngineError(choice.error))
@@ -531,7 +585,9 @@ class Batcher:
 
     def _commit(self, sequence: Sequence) -> None:
         if self._info.reuse and sequence.lease is not None and sequence.load is None:
-            computed = sequence.tokens[: sequence.num_computed]
+            computed = sequence.tokens[: sequence.num_committable]
+            if sequence.keeping is not None and len(computed) <= sequence.lease.prefix_len:
+                return  # of what it computed itself nothing surely stays
             if self._tier_link is not None:
                 self._tier_link.note_computed(sequence.lease, len(computed), sequence.num_exact)
             sequence.written_tokens += sequence.lease.commit(computed)
@@ -568,6 +624,7 @@ class Batcher:
             approximate_tokens=sequence.approximate_tokens,
             written_tokens=sequence.written_tokens,
             output_tokens=sequence.num_output,
+            dropped_tokens=0 if sequence.keeping is None else sequence.keeping.num_dropped,
             arrived_s=sequence.arrived_s,
             started_s=sequence.started_s,
             first_token_s=sequence.first_token_s,

@@ -120,6 +120,7 @@ class LoadedModel:
             chunked=self.reuse_reason is None,
             compaction_reason=self.compaction_reason,
             keys_a_row=self._keys_a_row,
+            kv_heads=tuple(shape.kv_heads for shape in self.layers),
         )
 
     @property
@@ -223,6 +224,8 @@ class PagedRunner:
 
     @torch.inference_mode()
     def execute(self, plan: Plan) -> StepResult:
+        for move in plan.moves:
+            self.arena.move(move)
         for copy in plan.copies:
             self.arena.copy(copy)
         if not plan.sequences:

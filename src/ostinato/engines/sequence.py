@@ -13,6 +13,7 @@ from ..kv.loading import Load
 from ..kv.manager import Lease
 from ..kv.terms import NO_TERMS, Terms
 from ..kv.transfer import Chain
+from ..retention.keeping import Keeping, StepRows
 from ..types import FinishReason, SamplingParams, Session, SlotCopy, TokenArray, TokenLogprob
 
 
@@ -25,6 +26,7 @@ class SequenceStats:
     approximate_tokens: int
     written_tokens: int
     output_tokens: int
+    dropped_tokens: int
     arrived_s: float
     started_s: float | None
     first_token_s: float | None
@@ -48,9 +50,10 @@ class Sequence:
 
     __slots__ = (
         "_tokens", "approximate_tokens", "arrived_s", "cached_tokens", "cancelled", "chain", "copies",
-        "deadline_s", "first_token_s", "id", "lease", "load", "max_new", "namespace", "num_choices",
-        "num_computed", "num_exact", "num_overtaken", "num_prompt", "num_tokens", "offers_tools", "params",
-        "session", "sink", "started_s", "stop_token_ids", "terms", "written_tokens",
+        "deadline_s", "first_token_s", "id", "keeping", "lease", "load", "max_new", "namespace",
+        "num_choices", "num_computed", "num_exact", "num_overtaken", "num_prompt", "num_tokens",
+        "offers_tools", "params", "rows", "session", "sink", "started_s", "stop_token_ids", "terms",
+        "written_tokens",
     )  # fmt: skip
 
     def __init__(
@@ -67,8 +70,12 @@ class Sequence:
         session: Session | None = None,
         terms: Terms = NO_TERMS,
         deadline_s: float = math.inf,
+        keeping: Keeping | None = None,
     ) -> None:
-        """``deadline_s``: seconds from arrival, after which it ends with what it has."""
+        """``deadline_s``: seconds from arrival, after which it ends with what it has.
+
+        ``keeping``: how it stays within a budget of KV that it is going to exceed.
+        """
         assert len(prompt) > 0, "a sequence has at least one token"
         assert max_new_tokens > 0, "a sequence asks for at least one token"
         self.id = -1
@@ -96,6 +103,8 @@ class Sequence:
         self.cached_tokens = 0
         self.approximate_tokens = 0  # of the cached ones
         self.num_exact: int | None = None  # leading tokens, where not all are
+        self.keeping = keeping
+        self.rows: StepRows | None = None  # of the step under way, where it is kept within a budget
         self.written_tokens = 0
         self.arrived_s = 0.0
         self.started_s: float | None = None
@@ -109,6 +118,38 @@ class Sequence:
     @property
     def num_output(self) -> int:
         return self.num_tokens - self.num_prompt
+
+    @property
+    def lookup_tokens(self) -> TokenArray:
+        """Of which a prefix may come from a cache (a view)."""
+        tokens = self.tokens
+        return tokens if self.keeping is None else tokens[: self.keeping.keep.num_usable_hit + 1]
+
+    @property
+    def num_past(self) -> int:
+        """How many tokens its next row attends to, itself not counted."""
+        return self.num_computed if self.keeping is None else self.keeping.num_places
+
+    @property
+    def num_wanted(self) -> int:
+        """Tokens that it needs room for, as long as it is."""
+        if self.keeping is None:
+            return self.num_tokens
+        return min(self.num_tokens, self.keeping.keep.budget_tokens)
+
+    @property
+    def num_committable(self) -> int:
+        """So many leading tokens may be found by others once they are computed.
+
+        Where a prompt is longer than its budget, those that surely stay: the others' blocks are about to be
+        written over. Once tokens were dropped what follows them is no prefix of anything.
+        """
+        if self.keeping is None:
+            return self.num_computed
+        if self.keeping.num_dropped:
+            return 0
+        keep = self.keeping.keep
+        return min(self.num_computed, keep.num_head) if keep.is_drop_certain else self.num_computed
 
     @property
     def is_prefilling(self) -> bool:

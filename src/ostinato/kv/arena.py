@@ -17,9 +17,10 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
-from ..types import SlotCopy
+from ..types import SlotCopy, SlotMove
 
 _PIECE_BYTES = 4 << 20
 _MADV_HUGEPAGE, _MADV_POPULATE_WRITE = 14, 23
@@ -89,6 +90,15 @@ class Arena:
         target = slice(copy.target, copy.target + copy.length)
         for group in self.groups:
             group[:, :, target] = group[:, :, source]
+
+    def move(self, move: SlotMove) -> None:
+        """Move KV, in every layer and key head from slots of its own."""
+        targets = torch.from_numpy(move.targets.astype(np.int64)).to(self.device)
+        sources = torch.from_numpy(np.ascontiguousarray(move.sources)).to(self.device)
+        for layer, shape in enumerate(self.layers):
+            for head in range(shape.kv_heads):
+                for tensor in (self.keys[layer][head], self.values[layer][head]):
+                    tensor.index_copy_(0, targets, tensor.index_select(0, sources[layer, head]))
 
     def populate(self, max_bytes: int) -> Iterator[None]:
         """Has the operating system give memory for up to ``max_bytes``, a piece at each step.

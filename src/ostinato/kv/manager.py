@@ -379,6 +379,46 @@ class KVManager:
             lease._source = shared  # its hold passes from the table to here
             lease._needs_copy = False
 
+    def _recast(self, lease: Lease, num_blocks: int, num_tokens: int) -> int | None:
+        size, table = self.block_size, lease._table
+        assert not lease._is_released, "recast a released lease"
+        assert not lease._needs_copy, "recast before it had grown"
+        assert not lease._copies, "recast before its copies were taken"
+        assert num_blocks * size <= num_tokens <= self.num_blocks * size, (
+            f"{num_blocks} blocks stay of {num_tokens}"
+        )
+        evicted = (0, 0)
+        with self._lock:
+            if lease._also_held:
+                num_blocks = 0  # those may stand before, between or behind what would stay
+            ids = table.ids
+            num_needed = -(-num_tokens // size) - num_blocks
+            own = ids[max(num_blocks, lease._num_shared_blocks) :]
+            available = self._pool.num_free + self._pool.num_evictable
+            if num_needed - len(own) > available:
+                own = np.array([i for i in ids[num_blocks:] if not self._pins.holds(int(i))], np.intp)
+                if len(self._leases) > 1 or num_needed - len(own) > available:
+                    return None
+                evicted = self._take_over(lease)
+            fresh = np.empty(0, np.intp)
+            if (num_missing := num_needed - len(own)) > 0:
+                if num_missing > self._pool.num_free:
+                    evicted = self._index.evict(num_missing - self._pool.num_free)
+                fresh = self._pool.allocate(num_missing)
+                self._books.took(lease.namespace.tenant, fresh)
+            staying = np.concatenate([ids[:num_blocks], own[:num_needed], fresh])
+            also_held = lease._also_held if lease._source is None else lease._also_held | {lease._source}
+            self._release_blocks(np.concatenate([np.setdiff1d(ids, staying), _as_block_ids(also_held)]))
+            lease._also_held, lease._source = set(), None
+            lease._table = BlockTable(staying, size)
+            lease.prefix_len = min(lease.prefix_len, num_blocks * size)
+            lease._tokens = lease._tokens[: num_blocks * size * TOKEN_BYTES]
+            lease._is_recast = True
+            given_up = self._give_up_excess(lease.namespace.tenant)
+        self._emit_evicted(*given_up, "quota")
+        self._emit_evicted(*evicted)
+        return num_blocks
+
     def _can_take_over(self, lease: Lease, num_needed: int) -> bool:
         """Whether the only lease there is has room for so many blocks when all but the pinned are its own."""
         if len(self._leases) > 1:
@@ -412,6 +452,7 @@ class KVManager:
         with self._lock:
             assert not lease._is_released, "committed on a released lease"
             assert not lease._copies, "committed before the copies were taken"
+            assert not lease._is_recast, "what was thinned out is no prefix"
             assert len(tokens) <= lease.num_tokens_reserved, (
                 f"committed {len(tokens)} tokens, reserved {lease.num_tokens_reserved}"
             )
@@ -504,6 +545,7 @@ class Lease:
         "_also_held",
         "_copies",
         "_is_purged",
+        "_is_recast",
         "_is_released",
         "_manager",
         "_needs_copy",
@@ -537,6 +579,7 @@ class Lease:
         self._use = Use(namespace.digest, hints)
         self._terms = terms
         self._is_purged = False
+        self._is_recast = False
         self._is_released = False
 
     def __enter__(self) -> Lease:
@@ -603,6 +646,17 @@ class Lease:
         """
         return self._manager._commit(self, tokens)
 
+    def recast(self, num_blocks: int, num_tokens: int) -> int | None:
+        """Of a sequence that drops tokens: a table of room for ``num_tokens`` places in all.
+
+        Up to ``num_blocks`` leading blocks stay as they are: their number is returned. All others are the
+        lease's own from here on, blocks that somebody else can find having been replaced. Whoever asks moves
+        what is kept there, from the blocks of the table as it was, before anybody else gets to write; copies
+        that were taken have run. Nothing can be committed any more: what was committed stays findable.
+        ``None``: there is not room now, and nothing changed.
+        """
+        return self._manager._recast(self, num_blocks, num_tokens)
+
     def note_output(self, num_tokens: int) -> None:
         """Says how long the answer is, before it is committed; for the policy."""
         self._use.hints = replace(self._use.hints, output_tokens=num_tokens)
@@ -616,6 +670,12 @@ class Lease:
         assert 0 <= start <= end <= self.num_tokens_reserved, (
             f"tokens [{start}, {end}) of {self.num_tokens_reserved} reserved"
         )
+
+    @property
+    def _num_shared_blocks(self) -> int:
+        """Leading blocks that others may find: of the hit, and of what was committed."""
+        num_tokens = max(self.prefix_len, len(self._tokens) // TOKEN_BYTES)
+        return -(-num_tokens // self._manager.block_size)
 
     def _held_blocks(self) -> set[int]:
         held = self._also_held.union(self._table.ids.tolist())

@@ -55,7 +55,10 @@ class WireToolCall(Wire):
 
 
 class WireMessage(Wire):
-    """A message as clients send it, and as they send our own (or OpenAI's) answers back."""
+    """A message as clients send it, and as they send our own (or OpenAI's) answers back.
+
+    ``pin`` is not OpenAI's: trimming and a KV budget leave what has it.
+    """
 
     role: str
     content: Content | None = None
@@ -68,6 +71,7 @@ class WireMessage(Wire):
     function_call: None = None
     reasoning: str | None = None
     reasoning_content: str | None = None
+    pin: bool | None = None
 
 
 class NamedFunction(Wire):
@@ -161,11 +165,15 @@ class ChatRequest(SamplingFields):
             deadline_s=self.deadline,
             request_id=request_id,
             trim=trim_rules(self.trim),
-            pinned=pinned_messages(self.trim),
+            pinned=(
+                *pinned_messages(self.trim),
+                *(index for index, message in enumerate(self.messages) if message.pin),
+            ),
             named_prompt=None if self.prompt is None else self.prompt.use(),
             continue_final_message=bool(self.continue_final_message),
             canonical=self.canonical is not False,
             session=session_of(self.session),
+            retention=self.retention_wanted(),
         )
 
 

@@ -95,6 +95,7 @@ class CompletionRequest(SamplingFields):
                 deadline_s=self.deadline,
                 request_id=request_id if len(prompts) == 1 else f"{request_id}-{index}",
                 session=session_of(self.session),
+                retention=self.retention_wanted(),
             )
             for index, prompt in enumerate(prompts)
         )

@@ -80,6 +80,11 @@ def remarks_object(usages: Sequence[Usage]) -> Json:
             }
         if usage.prompt_name:
             remarks["prompt"] = usage.prompt_name
+        if usage.retention:
+            remarks["retention"] = {
+                "method": usage.retention,
+                "dropped_tokens": sum(u.dropped_tokens for u in usages),
+            }
         if usage.kept_tokens:
             remarks["kept_tokens"] = usage.kept_tokens
         if (trim := usage.trimmed) is not None:

@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from typing import Annotated, Any, Final
 
 from blake3 import blake3
-from pydantic import Field
+from pydantic import Discriminator, Field, Tag
 
 from ..errors import ParameterError, UnknownModelError
 from ..kv.terms import tenant_id, tenant_salt
-from ..types import SamplingParams
+from ..types import Retention, SamplingParams
 from .fields import MAX_SHOWN_CHARS, MAX_TOKEN_ID, Stop, TokenId, Wire
 from .sessions import SessionGiven
 
@@ -24,6 +24,20 @@ Bias = Annotated[float, Field(ge=-100, le=100)]
 class StreamOptions(Wire):
     include_usage: bool | None = None
     include_obfuscation: bool | None = None
+
+
+def _text_or_number(value: Any) -> str | None:
+    if isinstance(value, str):
+        return "<text>"
+    return "<number>" if isinstance(value, int) else None
+
+
+KVBudgetGiven = Annotated[
+    Annotated[Annotated[int, Field(ge=1)], Tag("<number>")]
+    | Annotated[Annotated[str, Field(min_length=1, max_length=32)], Tag("<text>")],
+    Discriminator(_text_or_number),
+]
+PinnedText = Annotated[str, Field(min_length=1, max_length=4096)]
 
 
 class SamplingFields(Wire):
@@ -57,6 +71,11 @@ class SamplingFields(Wire):
 
     session: SessionGiven | None = None
 
+    kv_budget: KVBudgetGiven | None = None
+    retention: Annotated[str, Field(max_length=64)] | None = None
+    entities: bool | None = None
+    pinned_text: Annotated[list[PinnedText], Field(max_length=256)] | None = None
+
     metadata: Any = None
     prompt_cache_key: Any = None
     prompt_cache_options: Any = None
@@ -72,6 +91,19 @@ class SamplingFields(Wire):
     @property
     def include_usage(self) -> bool:
         return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    def retention_wanted(self) -> Retention | None:
+        """Within which KV budget, and how; ``None``: as the server has it. Raises :class:`ParameterError`."""
+        fields = {"retention": self.retention, "entities": self.entities, "pinned_text": self.pinned_text}
+        if self.kv_budget is None:
+            for name, value in fields.items():
+                if value is not None:
+                    raise ParameterError(f"'{name}' is for a 'kv_budget': give one.", param=name)
+            return None
+        method = {} if self.retention is None else {"method": self.retention}
+        return Retention(
+            self.kv_budget, entities=self.entities, pinned_text=tuple(self.pinned_text or ()), **method
+        )
 
     def check_shared(self, *, model_name: str, max_choices: int) -> None:
         """The rules between fields. Raises :class:`ParameterError` or :class:`UnknownModelError`."""

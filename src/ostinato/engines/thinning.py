@@ -1,0 +1,34 @@
+"""Dropping tokens of a running sequence: what is kept moves together in its blocks."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ..retention.keeping import first_moved
+from ..types import Plan, SlotMove
+from .base import ModelRunner
+from .sequence import Sequence
+
+
+def thin(sequence: Sequence, num_kept: int, runner: ModelRunner, block_size: int) -> bool:
+    """Leaves ``num_kept`` tokens of a sequence with KV, at once; ``False``: no room to do it in, nothing is
+    done.
+
+    Its table covers the whole budget afterwards. Blocks that it shared, and does not keep as they are, are
+    replaced by its own. They are given up before the move has read them: nothing is written meanwhile, since
+    whoever writes to blocks, or has them written to, does so in this same thread.
+    """
+    keeping, lease = sequence.keeping, sequence.lease
+    assert keeping is not None, "a sequence without a budget"
+    assert lease is not None, "a sequence that does not run"
+    kept = keeping.choose(num_kept)
+    old_ids = lease.block_ids.copy()
+    num_blocks = lease.recast(first_moved(kept) // block_size, keeping.keep.budget_tokens)
+    if num_blocks is None:
+        return False
+    start = num_blocks * block_size
+    index, offset = np.divmod(kept[:, :, start:], block_size)
+    move = SlotMove((old_ids[index] * block_size + offset).astype(np.int64), lease.slots(start, num_kept))
+    runner.execute(Plan((), moves=(move,)))
+    keeping.apply(kept)
+    return True
