@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 MAKEFLAGS += --no-print-directory
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: help setup run demo test check format docs bench bench-engine bench-assembly bench-matching bench-peers bench-prefix bench-serve bench-policies bench-tiers bench-codecs bench-retention soak soak-tier bench-tenants soak-sim lock clean
+.PHONY: help setup run demo test check format docs bench bench-engine bench-assembly bench-matching bench-moving bench-peers bench-prefix bench-serve bench-policies bench-tiers bench-codecs bench-retention soak soak-tier bench-tenants soak-sim lock clean
 
 help:  ## Show this
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  %-14s %s\n", $$1, $$2}'
@@ -84,6 +84,9 @@ bench-assembly: setup  ## One more turn of a long conversation, and agent sessio
 
 bench-matching: setup  ## Finding what came back elsewhere in a prompt, among ten million tokens
 	$(BIN)/python benchmarks/matching.py
+
+bench-moving: setup  ## Moving the KV of 4,096 tokens, against copying it
+	$(BIN)/python benchmarks/moving.py
 
 bench-serve: setup  ## What the server adds to the engine
 	$(BIN)/python benchmarks/serve.py

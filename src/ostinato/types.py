@@ -167,6 +167,19 @@ class SlotMove:
 
 
 @dataclass(frozen=True, slots=True)
+class SlotShift:
+    """Copy the KV of ``length`` consecutive slots to where it stands ``distance`` positions further on.
+
+    Source and target do not overlap.
+    """
+
+    source: int
+    target: int
+    length: int
+    distance: int
+
+
+@dataclass(frozen=True, slots=True)
 class SequencePlan:
     """What one sequence does in one step.
 

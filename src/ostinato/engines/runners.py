@@ -38,6 +38,14 @@ class Probe:
 
 
 @dataclass(slots=True)
+class KeyProbe:
+    """Records the keys and values of each layer, ``[kv_heads, rows, dim]``, where rows attend to nothing."""
+
+    keys: dict[int, Tensor] = field(default_factory=dict)
+    values: dict[int, Tensor] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
 class _Running:
     """What travels with a forward call to our attention function."""
 
@@ -56,12 +64,16 @@ def paged_attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
-    ostinato: _Running | Probe | None = None,
+    ostinato: _Running | Probe | KeyProbe | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
     layer: int = module.layer_idx  # type: ignore[assignment]
     if isinstance(ostinato, _Running):
         return ostinato.step.attend(layer, ostinato.rules[layer], query, key, value, s_aux), None
+    nothing = value.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[3])
+    if isinstance(ostinato, KeyProbe):
+        ostinato.keys[layer], ostinato.values[layer] = key[0].clone(), value[0].clone()
+        return nothing, None
     assert isinstance(ostinato, Probe), "the model does not pass keyword arguments on to its attention"
     if layer in ostinato.shapes:
         ostinato.problem = f"layer {layer} attends more than once"
@@ -73,7 +85,7 @@ def paged_attention(
     ostinato.rules[layer] = LayerRule(
         scaling if scaling is not None else key.shape[3] ** -0.5, sliding_window, softcap
     )
-    return value.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[3]), None
+    return nothing, None
 
 
 AttentionInterface.register(ATTENTION_NAME, paged_attention)
