@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from . import __version__, cli_cache, cli_prompt, cli_providers, cli_replay, cli_warm
+from . import __version__, cli_cache, cli_duplicates, cli_prompt, cli_providers, cli_replay, cli_warm
 from .config import Settings, parse_size, tame_waiting_threads
 from .errors import ClientError, OstinatoError
 from .kv.codecs.spec import is_lossy
@@ -403,6 +403,7 @@ def model_remove(name: str, **options: Any) -> None:
 main.add_command(cli_prompt.template)
 main.add_command(cli_prompt.prompt)
 main.add_command(cli_cache.cache)
+main.add_command(cli_duplicates.duplicates)
 main.add_command(cli_replay.replay)
 main.add_command(cli_warm.warm)
 main.add_command(cli_providers.plan)

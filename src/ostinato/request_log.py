@@ -15,7 +15,7 @@ import logging
 import os
 import threading
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Final
 
@@ -26,7 +26,7 @@ from .errors import ParameterError
 from .events import Event, RequestFinished
 from .ports import Clock
 from .prompt.conversation import message_as_dict
-from .types import Conversation, GenerationRequest, TokenArray
+from .types import Conversation, GenerationRequest, SamplingParams, TokenArray
 
 _log = logging.getLogger(__name__)
 
@@ -251,11 +251,17 @@ class RequestLog:
 
 
 def _content(request: GenerationRequest) -> dict[str, Any]:
-    """The prompt as the body of a request has it."""
+    """The prompt as the body of a request has it, and how it was asked to be answered where that was said."""
     prompt = request.prompt
+    given = {item.name: getattr(request.params, item.name) for item in fields(request.params)}
+    body: dict[str, Any] = {
+        name: value for name, value in given.items() if value != getattr(SamplingParams(), name)
+    }
+    if "logit_bias" in body:
+        body["logit_bias"] = {str(token): bias for token, bias in body["logit_bias"].items()}
     if not isinstance(prompt, Conversation):
-        return {"prompt": prompt}
-    body: dict[str, Any] = {"messages": [message_as_dict(message) for message in prompt.messages]}
+        return body | {"prompt": prompt}
+    body["messages"] = [message_as_dict(message) for message in prompt.messages]
     if prompt.tools:
         body["tools"] = list(prompt.tools)
     if request.continue_final_message:

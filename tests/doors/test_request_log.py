@@ -101,10 +101,10 @@ def test_content_is_written_when_it_is_asked_for(folder: Path, tmp_path: Path) -
         engine.complete("Once upon", **OPTIONS)
         engine.complete([5, 6, 7], **OPTIONS)
     chat, text, ids = lines(path)
-    assert chat["request"] == {"messages": TALK}
+    assert chat["request"] == {"messages": TALK, **OPTIONS}
     assert chat["salt"] == "theirs"
-    assert text["request"] == {"prompt": "Once upon"}
-    assert ids["request"] == {"prompt": [5, 6, 7]}
+    assert text["request"] == {"prompt": "Once upon", **OPTIONS}
+    assert ids["request"] == {"prompt": [5, 6, 7], **OPTIONS}
 
 
 def test_sessions_are_told_apart_and_not_told(folder: Path, tmp_path: Path) -> None:

@@ -110,14 +110,17 @@ def _chunk_of(row: list[Any]) -> Chunk:
         index,
         text,
         tuple(token_ids),
-        tuple(
-            TokenLogprob(token, float(p), tuple((other, float(q)) for other, q in top))
-            for token, p, top in logprobs
-        ),
+        _logprobs_of(logprobs) if logprobs else (),  # mostly there are none, and pieces are many
         finish_reason,
         stop_reason,
-        tool_calls=tuple(ToolCall(*call) for call in calls),
+        tool_calls=tuple(ToolCall(*call) for call in calls) if calls else (),
         reasoning=reasoning,
+    )
+
+
+def _logprobs_of(rows: list[Any]) -> tuple[TokenLogprob, ...]:
+    return tuple(
+        TokenLogprob(token, float(p), tuple((other, float(q)) for other, q in top)) for token, p, top in rows
     )
 
 
