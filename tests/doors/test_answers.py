@@ -206,6 +206,15 @@ def test_approximate_answers_are_never_filed(model: Path, tmp_path: Path) -> Non
         assert layer(ask(engine, long)) is None
 
 
+def test_answers_from_memory_with_gaps_are_never_filed(engine: ostinato.Engine) -> None:
+    long = [{"role": "user", "content": "What is it? " * 8}]
+    for _ in range(2):
+        reply = ask(engine, long, kv_budget=48, max_tokens=40)
+        assert reply.usage.dropped_tokens > 0
+        assert layer(reply) is None
+    assert cache_of(engine).uses() == []
+
+
 def test_answers_outlive_the_process_and_its_settings_do_not_mix(model: Path, tmp_path: Path) -> None:
     answers = str(tmp_path / "answers.db")
     with loaded(model, answers=answers) as engine:

@@ -26,6 +26,7 @@ from ostinato.types import (
     GenerationRequest,
     Message,
     PromptUse,
+    Retention,
     SamplingParams,
     Session,
     ToolCall,
@@ -64,6 +65,18 @@ CHANGES: dict[str, Any] = {
     "trim": "drop",
     "continue_final_message": True,
     "canonical": False,
+    "kv_budget": 64,
+    "retention": "window",
+    "entities": True,
+    "pinned_text": ["x"],
+}
+# What a parameter needs beside it.
+NEEDED: dict[str, dict[str, Any]] = {
+    "top_logprobs": {"logprobs": True},
+    "continue_final_message": {"messages": [*CHAT["messages"], {"role": "assistant", "content": "so"}]},
+    "retention": {"kv_budget": 64},
+    "entities": {"kv_budget": 64},
+    "pinned_text": {"kv_budget": 64},
 }
 # Those that change nothing of what is generated: they are how it is sent, written, waited for or kept.
 NO_INFLUENCE = {
@@ -108,15 +121,13 @@ def test_every_documented_parameter_is_known_here() -> None:
 
 @pytest.mark.parametrize("name", sorted(CHANGES))
 def test_a_changed_parameter_is_another_request(name: str) -> None:
-    needed = {"logprobs": True} if name == "top_logprobs" else {}
+    needed = NEEDED.get(name, {})
     if name in ChatRequest.model_fields:
-        if name == "continue_final_message":
-            needed = {"messages": [*CHAT["messages"], {"role": "assistant", "content": "so"}]}  # type: ignore[misc]
         value = {"name": "p"} if name == "prompt" else CHANGES[name]
         assert chat_key(**needed) != chat_key(**needed | {name: value})
     if name in CompletionRequest.model_fields:
         value = 2 if name == "logprobs" else CHANGES[name]
-        assert completion_key() != completion_key(**{name: value})
+        assert completion_key(**needed) != completion_key(**needed | {name: value})
 
 
 @pytest.mark.parametrize(
@@ -163,6 +174,7 @@ OTHERS: dict[type, dict[str, Any]] = {
         "cache_ttl_s": 5.0,
         "deadline_s": 5.0,
         "cache_control": CacheControl(read=False),
+        "retention": Retention(64),
     },
     SamplingParams: {
         "max_tokens": 3,
@@ -191,6 +203,7 @@ OTHERS: dict[type, dict[str, Any]] = {
     ToolCall: {"id": "j", "name": "g", "arguments": "[]"},
     TrimRules: {"budget_tokens": 5, "strategy": "drop", "low_water": 0.25, "keep_chars": 5},
     PromptUse: {"name": "q", "variables": {"a": "b"}},
+    Retention: {"budget": "50%", "method": "window", "entities": True, "pinned_text": ("x",)},
 }
 
 
@@ -209,6 +222,8 @@ def holding(value: object) -> GenerationRequest:
             return replace(REQUEST, trim=value)
         case PromptUse():
             return replace(REQUEST, named_prompt=value)
+        case Retention():
+            return replace(REQUEST, retention=value)
     raise AssertionError(value)
 
 
@@ -221,6 +236,7 @@ def test_every_field_of_what_flows_has_a_say(kind: type) -> None:
         ToolCall: ToolCall("i", "f", "{}"),
         TrimRules: TrimRules(),
         PromptUse: PromptUse("p"),
+        Retention: Retention(64),
     }
     base: Any = bases[kind]
     assert {item.name for item in fields(kind)} == set(OTHERS[kind])

@@ -150,17 +150,23 @@ class Flight(Generic[P]):
         with self._lock:
             if number != self._number or self._is_over or self._has_failed:
                 return  # of a call that has been given up
-            if self._form.fails(piece):
-                self._failed(number, piece)
+            has_failed = self._form.fails(piece)
+            goes_on = not has_failed and self._goes_on(piece)
+            if goes_on and not self._form.ends(piece):
                 return
-            if not self._goes_on(piece):
-                self._part_ways()
-                return
-            if not self._form.ends(piece):
-                return
-            self._is_over = True
-            self._passengers.clear()
-        self._landed(self._pieces)
+            if goes_on:
+                self._is_over = True
+                self._passengers.clear()
+            elif not has_failed:
+                error = EngineError("the answer failed, and a second one was another")
+                self._give_up(self._form.failure(error))
+            call = self._call
+        if goes_on:
+            self._landed(self._pieces)
+        elif has_failed:
+            self._failed(number, piece)
+        elif call is not None:
+            call.cancel()
 
     def _goes_on(self, piece: P) -> bool:
         """Takes the next piece; false where it is not what had come before."""
@@ -173,12 +179,6 @@ class Flight(Generic[P]):
             if passenger.sink is not None:
                 passenger.sink(piece)
         return True
-
-    def _part_ways(self) -> None:
-        error = EngineError("the answer failed, and a second one was another")
-        self._give_up(self._form.failure(error))
-        if self._call is not None:
-            self._call.cancel()
 
     def _failed(self, number: int, piece: P) -> None:
         """The call failed: its leader is told, and the next one takes over."""
