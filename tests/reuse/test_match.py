@@ -166,6 +166,22 @@ def test_what_is_larger_than_all_there_is_room_for_is_stored_in_part() -> None:
     assert spans(index.find(SPACE, B)) == [(0, 0, 120)]
 
 
+def test_very_many_short_texts_take_bounded_room() -> None:
+    """A piece is dear beside a token: of such texts fewer are kept than there is room for tokens."""
+    index = RunIndex(10_000)
+    for token in range(3_000):
+        index.add(f"b3:{token % 7}", _array([token, *([1] * (token % 3))]))
+    index.check_integrity()
+    assert index.num_pieces <= 10_000 // 64 + 64
+    assert len(index._pieces) <= index.num_pieces + 2
+    for length in range(1, 2_000):  # and of one text that is cut everywhere
+        index.add(OTHER, np.arange(2_000, dtype=np.int32)[: 2_000 - length])
+    index.check_integrity()
+    assert index.num_pieces <= 10_000 // 64 + 64
+    with pytest.raises(AssertionError, match="int32"):
+        index.add(SPACE, A.astype(np.int64))
+
+
 def test_a_use_of_what_has_gone_is_nothing() -> None:
     index = filled(join(A, B))
     (run,) = index.find(SPACE, join(draw(9, 5), B))

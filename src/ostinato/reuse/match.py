@@ -20,7 +20,8 @@ compared again). What is not there any more is told to ``forget``. A tree that l
 *What stays.* At most ``max_tokens``. What came back once is kept before what never did, and each in the order
 of its last use; leaves go first.
 
-Memory, for each token stored: 4 bytes and its share of the table, 2.2 bytes; about 0.5 kB for each piece.
+Memory, for each token stored: 4 bytes and its share of the table, 2.2 bytes; about 0.5 kB for each piece, of
+which there is at most one for every 64 tokens of room.
 """
 
 from __future__ import annotations
@@ -44,7 +45,9 @@ STRIDE = 16
 GUARANTEED_TOKENS = GRAM + STRIDE - 1
 SEAM_TOKENS = 8
 _PROTECTED_SHARE = 0.8  # of all tokens, for what came back
-_MIN_PIECE = 64  # tokens below which a leaf is extended rather than given a child
+_MIN_PIECE = (
+    64  # tokens below which a leaf is extended rather than given a child; what pieces have on average
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +85,7 @@ class RunIndex:
         assert max_tokens > 0, f"an index of {max_tokens} tokens"
         self.max_tokens = max_tokens
         self.num_tokens = 0
+        self._max_pieces = max_tokens // _MIN_PIECE + 64
         self._seed = seed
         self._trees: dict[str, Tree] = {}
         self._table = FingerprintTable(max_tokens // 12 + 64)
@@ -112,6 +116,7 @@ class RunIndex:
         ``units`` are spans ``[start, end)`` of it that may come back alone, such as documents and turns. To
         store what is here already is a use of it.
         """
+        assert tokens.dtype == np.int32, f"tokens are {tokens.dtype}, not int32"
         tokens = tokens[: self.max_tokens]
         if not len(tokens):
             return 0
@@ -125,6 +130,7 @@ class RunIndex:
         if piece is not tree.root:
             self._use(piece)
         if found == len(tokens):
+            self._make_room(piece)  # for what a split may have added
             return 0
         fresh = tokens[found:].copy()
         marks = tuple(_short_units(units, found, len(tokens)))
@@ -232,7 +238,11 @@ class RunIndex:
 
     def _make_room(self, newest: Piece) -> None:
         """Removes what is worth least until all is within bounds or only ``newest`` and its path are left."""
-        while self.num_tokens > self.max_tokens or self._num_marks > self._table.max_entries:
+        while (
+            self.num_tokens > self.max_tokens
+            or self.num_pieces > self._max_pieces
+            or self._num_marks > self._table.max_entries
+        ):
             leaf = next(iter(self._cold), newest)
             if leaf is newest:
                 leaf = next(iter(self._hot), newest)
@@ -308,6 +318,7 @@ class RunIndex:
         second is cut. This is no use of what is found: ``note_use`` is.
         """
         end = len(tokens) if end is None else end
+        assert tokens.dtype == np.int32, f"tokens are {tokens.dtype}, not int32"
         assert 0 <= start <= end <= len(tokens), f"looked for [{start}, {end}) of {len(tokens)} tokens"
         tree = self._trees.get(namespace)
         if tree is None or end - start < SHORT_GRAM:

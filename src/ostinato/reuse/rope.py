@@ -94,6 +94,7 @@ class _Layer:
         self._second = np.array(rotation.second, np.int64)[order]
         self._frequencies = np.array(rotation.frequencies, np.float64)[order]
         turning = {*rotation.first, *rotation.second}
+        assert turning <= set(range(keys.shape[2])), f"an element that keys of {keys.shape[2]} do not have"
         self._rest = np.array([i for i in range(keys.shape[2]) if i not in turning], np.int64)
 
     def move(self, table: npt.NDArray[np.int64], distances: npt.NDArray[np.float64]) -> None:
