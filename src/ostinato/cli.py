@@ -11,7 +11,16 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from . import __version__, cli_cache, cli_duplicates, cli_prompt, cli_providers, cli_replay, cli_warm
+from . import (
+    __version__,
+    cli_cache,
+    cli_duplicates,
+    cli_gateway,
+    cli_prompt,
+    cli_providers,
+    cli_replay,
+    cli_warm,
+)
 from .config import Settings, parse_size, tame_waiting_threads
 from .errors import ClientError, OstinatoError
 from .kv.codecs.spec import is_lossy
@@ -188,8 +197,16 @@ def _settings(model: str | None, **options: Any) -> Settings:
 @click.option(
     "--pin-breakpoints", is_flag=True, default=None, help="Keep KV up to cache_control for its time."
 )
+@cli_gateway.upstream_options
 def serve(model: str | None, **options: Any) -> None:
     """Serve MODEL with the APIs of OpenAI and Anthropic (alias, Hugging Face id, folder or .gguf)."""
+    urls, file = options.pop("upstream_urls"), options.pop("upstream_file")
+    mode, rule_files = options.pop("plan_mode"), options.pop("provider_rules")
+    if urls or file is not None:
+        if model is not None:
+            raise click.UsageError("give MODEL or upstreams, not both")
+        cli_gateway.run_gateway(_settings(None, **options), urls, file, mode, rule_files)
+        return
     from .library import build_runtime
     from .models.progress import RichProgress
     from .ports import SystemClock
@@ -406,5 +423,6 @@ main.add_command(cli_cache.cache)
 main.add_command(cli_duplicates.duplicates)
 main.add_command(cli_replay.replay)
 main.add_command(cli_warm.warm)
+main.add_command(cli_gateway.costs)
 main.add_command(cli_providers.plan)
 main.add_command(cli_providers.providers)

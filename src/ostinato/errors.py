@@ -33,6 +33,8 @@
     ├── WarmingError                     the server to be warmed does not answer, or refuses
     └── ServerError                      our side                          5xx
         ├── EngineError                  the engine failed in this request 500
+        ├── UpstreamError                another server failed             502
+        │   └── UpstreamTimeoutError     it is silent                      504
         └── ShuttingDownError            the server is going away          503
 
 A message says what is wrong and what to do. It never contains a secret, and of a user's text at most
@@ -242,6 +244,20 @@ class DeadlineError(ServerError):
 
     status = 504
     code = "deadline_exceeded"
+
+
+class UpstreamError(ServerError):
+    """A server that a request was passed on to cannot be reached, or what it sends makes no sense."""
+
+    status = 502
+    code = "upstream_error"
+
+
+class UpstreamTimeoutError(UpstreamError):
+    """It is silent for too long."""
+
+    status = 504
+    code = "upstream_timeout"
 
 
 class ShuttingDownError(ServerError):

@@ -10,7 +10,7 @@ from typing import Final
 import orjson
 from starlette.exceptions import HTTPException
 
-from ..errors import ClientError, QueueFullError, ServerError, ShuttingDownError
+from ..errors import ClientError, QueueFullError, ServerError, ShuttingDownError, UpstreamError
 
 _INTERNAL = "The server had an error while processing this request. Its log says more, under the request id."
 
@@ -65,6 +65,8 @@ def failure_of(error: BaseException) -> Failure:
         return Failure(error.status, str(error), "invalid_request_error", error.code, error.param)
     if isinstance(error, ShuttingDownError):
         return Failure(error.status, str(error), "server_error", error.code, headers=(("retry-after", "5"),))
+    if isinstance(error, UpstreamError):  # its message is ours, and says nothing of what was sent
+        return Failure(error.status, str(error), "server_error", error.code)
     if isinstance(error, ServerError):
         return Failure(error.status, _INTERNAL, "server_error", error.code)
     if isinstance(error, HTTPException):

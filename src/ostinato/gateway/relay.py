@@ -1,0 +1,166 @@
+"""One request to an upstream and its answer back: retries before anything was said, one clear end after."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from typing import Final
+
+import httpx2
+
+from ..errors import UpstreamError, UpstreamTimeoutError
+from .upstreams import Upstream
+
+logger = logging.getLogger("ostinato.gateway")
+
+MAX_ANSWER_BYTES: Final = 256 << 20
+# Refused before anything was done: it may be sent again.
+_RETRY_STATUS: Final = frozenset({429, 503, 529})
+_FIRST_WAIT_S: Final = 0.5
+_HOP_BY_HOP: Final = frozenset(
+    {
+        "connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "te", "trailer",
+        "transfer-encoding", "upgrade", "host", "content-length", "accept-encoding", "expect",
+    }
+)  # fmt: skip
+# Not for upstreams: keys are theirs, the rest is between the client and us.
+_OURS: Final = frozenset({"authorization", "x-api-key", "cookie", "x-request-id", "x-ostinato-session"})
+_NOT_BACK: Final = _HOP_BY_HOP | {
+    "content-encoding",
+    "content-type",
+    "set-cookie",
+    "x-request-id",
+    "server",
+    "date",
+}
+
+
+def request_headers(upstream: Upstream, given: Mapping[str, str], *, is_open: bool) -> dict[str, str]:
+    """What is passed on of a client's headers. Its own key only if this gateway asks for none of its own."""
+    headers = {
+        name: value
+        for name, value in given.items()
+        if name not in _HOP_BY_HOP and name not in _OURS and not name.startswith("x-forwarded")
+    }
+    headers["accept-encoding"] = "identity"  # so that what passes can be read
+    if upstream.key:
+        if upstream.protocol == "anthropic":
+            headers["x-api-key"] = upstream.key
+        else:
+            headers["authorization"] = f"Bearer {upstream.key}"
+    elif is_open:
+        headers |= {name: given[name] for name in ("authorization", "x-api-key") if name in given}
+    if upstream.protocol == "anthropic":
+        headers.setdefault("anthropic-version", "2023-06-01")
+    return headers
+
+
+def answer_headers(given: httpx2.Headers) -> list[tuple[bytes, bytes]]:
+    """What is passed back of an upstream's headers."""
+    headers = [
+        (name.lower().encode("latin-1"), value.encode("latin-1"))
+        for name, value in given.multi_items()
+        if name.lower() not in _NOT_BACK
+    ]
+    if "x-request-id" in given:
+        headers.append((b"x-upstream-request-id", given["x-request-id"].encode("latin-1")))
+    return headers
+
+
+class Relay:
+    """Connections to all upstreams, kept open."""
+
+    def __init__(self, *, max_connections: int = 1024) -> None:
+        limits = httpx2.Limits(max_connections=max_connections, max_keepalive_connections=256)
+        self._client = httpx2.AsyncClient(limits=limits, follow_redirects=False, trust_env=False)
+        self._chance = random.Random()
+
+    async def close(self) -> None:
+        await self._client.aclose()
+
+    @asynccontextmanager
+    async def answer(
+        self, upstream: Upstream, path: str, body: bytes, headers: Mapping[str, str]
+    ) -> AsyncIterator[httpx2.Response]:
+        """The upstream's response, its head only: its body is read by whoever asked.
+
+        Raises:
+            UpstreamError: it cannot be reached, or what it sends is not HTTP.
+            UpstreamTimeoutError: it is silent.
+        """
+        for attempt in range(upstream.max_retries + 1):
+            is_last = attempt == upstream.max_retries
+            try:
+                response = await self._send(upstream, path, body, headers)
+            except (httpx2.ConnectError, httpx2.ConnectTimeout) as error:
+                if is_last:
+                    raise UpstreamError(f"The upstream '{upstream.name}' cannot be reached.") from error
+                await asyncio.sleep(self._wait_s(attempt))
+                continue
+            except httpx2.TimeoutException as error:
+                raise UpstreamTimeoutError(f"The upstream '{upstream.name}' does not answer.") from error
+            except httpx2.HTTPError as error:
+                raise UpstreamError(f"The upstream '{upstream.name}' broke off.") from error
+            wait_s = self._retry_wait_s(upstream, response, attempt)
+            if is_last or wait_s is None:
+                break
+            await response.aclose()
+            logger.info("%s answered %d: again in %.1f s", upstream.name, response.status_code, wait_s)
+            await asyncio.sleep(wait_s)
+        try:
+            yield response
+        finally:
+            await response.aclose()
+
+    async def _send(
+        self, upstream: Upstream, path: str, body: bytes, headers: Mapping[str, str]
+    ) -> httpx2.Response:
+        timeout = httpx2.Timeout(
+            upstream.idle_timeout_s, connect=upstream.connect_timeout_s, pool=upstream.connect_timeout_s
+        )
+        request = self._client.build_request(
+            "POST", upstream.url + path, content=body, headers=dict(headers), timeout=timeout
+        )
+        return await self._client.send(request, stream=True)
+
+    def _wait_s(self, attempt: int) -> float:
+        """Twice as long every time, and never the same for two clients."""
+        return _FIRST_WAIT_S * float(2**attempt) * self._chance.uniform(0.5, 1.0)
+
+    def _retry_wait_s(self, upstream: Upstream, response: httpx2.Response, attempt: int) -> float | None:
+        """How long to wait before sending again; ``None``: the answer is passed on."""
+        if response.status_code not in _RETRY_STATUS:
+            return None
+        asked = response.headers.get("retry-after", "")
+        try:
+            wait_s = float(asked) + self._chance.uniform(0, 0.1) if asked else self._wait_s(attempt)
+        except ValueError:
+            wait_s = self._wait_s(attempt)
+        return wait_s if 0 <= wait_s <= upstream.max_wait_s else None
+
+
+async def body_of(upstream: Upstream, response: httpx2.Response) -> AsyncIterator[bytes]:
+    """The answer's bytes as they come.
+
+    Raises:
+        UpstreamError: it broke off, or does not end.
+        UpstreamTimeoutError: it fell silent.
+    """
+    num_bytes = 0
+    try:
+        async for piece in response.aiter_raw():
+            num_bytes += len(piece)
+            if num_bytes > MAX_ANSWER_BYTES:
+                raise UpstreamError(
+                    f"The upstream '{upstream.name}' sent more than {MAX_ANSWER_BYTES} bytes."
+                )
+            yield piece
+    except httpx2.TimeoutException as error:
+        raise UpstreamTimeoutError(f"The upstream '{upstream.name}' fell silent.") from error
+    except httpx2.HTTPError as error:
+        raise UpstreamError(
+            f"The upstream '{upstream.name}' broke off in the middle of its answer."
+        ) from error
