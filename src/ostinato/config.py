@@ -204,6 +204,8 @@ class Settings:
         for name in (*_PATHS, *_SIZES):
             if isinstance(values.get(name), str):
                 values[name] = _read(name, values[name])
+        if isinstance(values.get("answers"), Path):  # it may be an address as well, so it is text
+            values["answers"] = str(values["answers"])
         if values.get("store") is None:
             values["store"] = _cache_home(environment) / "ostinato" / "models"
         settings = cls(**values)

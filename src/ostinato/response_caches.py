@@ -32,7 +32,7 @@ def open_store(settings: Settings, now_ms: int) -> Store:
     Raises:
         StoreError: it cannot be opened.
     """
-    assert settings.answers is not None, "no store was asked for"
+    assert settings.answers, "no store was asked for"
     tenants = settings.all_tenants()
     limits = Limits(
         settings.answers_bytes,
@@ -60,7 +60,7 @@ def with_answers(
     Raises:
         StoreError: the store cannot be opened.
     """
-    if settings.answers is None:
+    if not settings.answers:
         return build(), None
     store = open_store(settings, int(clock.now() * 1000))
     try:

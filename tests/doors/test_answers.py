@@ -216,7 +216,7 @@ def test_answers_from_memory_with_gaps_are_never_filed(engine: ostinato.Engine) 
 
 
 def test_answers_outlive_the_process_and_its_settings_do_not_mix(model: Path, tmp_path: Path) -> None:
-    answers = str(tmp_path / "answers.db")
+    answers = tmp_path / "answers.db"
     with loaded(model, answers=answers) as engine:
         first = ask(engine)
     with loaded(model, answers=answers, block_size=8, max_sequences=2) as engine:
@@ -368,6 +368,28 @@ def test_when_the_engine_fails_the_leader_another_takes_over(
     replies = [result for result in results if not isinstance(result, EngineError)]
     assert (len(errors), len(replies)) == (1, 5)
     assert all(reply.choices == expected.choices for reply in replies)
+
+
+def test_one_of_several_choices_that_fails_ends_the_whole(
+    engine: ostinato.Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the failed one is not the last: nobody waits for the others."""
+    chunks = list(engine.stream(QUESTION, n=2, cache_control="no-store", **GREEDY))
+    first_end = next(chunk for chunk in chunks if chunk.finish_reason is not None)
+    assert first_end.usage is None
+
+    class Call:
+        def cancel(self) -> None: ...
+
+    def start(prepared: object, deliver: Callable[[Chunk], None]) -> Call:
+        deliver(Chunk(0, "", finish_reason="error", error=EngineError("a choice failed")))
+        return Call()
+
+    monkeypatch.setattr(engine.runtime, "start", start)
+    with pytest.raises(EngineError, match="a choice failed"):
+        engine.chat(QUESTION, n=2, **GREEDY)
+    (only,) = engine.stream(QUESTION, n=2, **GREEDY)
+    assert isinstance(only.error, EngineError)
 
 
 # ---------------------------------------------------------------- over HTTP

@@ -22,6 +22,9 @@ class Words:
     def fails(self, piece: str) -> bool:
         return piece.startswith("!")
 
+    def last_of(self, piece: str) -> str:
+        return piece
+
     def failure(self, error: OstinatoError) -> str:
         return f"!{error}"
 

@@ -59,6 +59,9 @@ class ChunkForm:
     def fails(self, piece: Chunk) -> bool:
         return piece.finish_reason in ("error", "abort")
 
+    def last_of(self, piece: Chunk) -> Chunk:
+        return replace(piece, usage=piece.usage or Usage())
+
     def failure(self, error: OstinatoError) -> Chunk:
         return Chunk(0, "", finish_reason="error", error=error, usage=Usage())
 

@@ -35,6 +35,9 @@ class Pieces(Protocol[P]):
     def fails(self, piece: P) -> bool:
         """Whether it says that the answer failed; whatever comes after it is of no use."""
 
+    def last_of(self, piece: P) -> P:
+        """A piece that fails, so that it ends the answer as well."""
+
     def failure(self, error: OstinatoError) -> P:
         """A last piece that says so."""
 
@@ -209,6 +212,6 @@ class Flight(Generic[P]):
         self._crashed()
 
     def _tell(self, passenger: Passenger[P], piece: P) -> None:
-        passenger.failure = piece
+        passenger.failure = last = self._form.last_of(piece)
         if passenger.sink is not None:
-            passenger.sink(piece)
+            passenger.sink(last)
