@@ -69,6 +69,7 @@ class Answer:
             queue_s=started - arrived,
             total_s=max(s.finished_s for s in self._stats) - arrived,
             dropped_tokens=sum(s.dropped_tokens for s in self._stats),
+            recalled_tokens=max(s.recalled_tokens for s in self._stats),
             retention=self._retention,
         )
         return self._assembled.annotate(usage)

@@ -24,7 +24,7 @@ DEFAULT_MODEL = "smollm2-135m"
 PREFIX = "OSTINATO_"
 _SIZES = (
     *("kv_cache", "shared_tier_bytes", "trace_bytes", "tenant_kv_cache", "tenant_shared_tier"),
-    *("answers_bytes", "tenant_answers"),
+    *("answers_bytes", "tenant_answers", "kv_recall"),
 )
 _PATHS = ("store", "shared_tier", "trace", "prompts", "message_rules", "canonical", "warm", "tenants")
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
@@ -79,6 +79,8 @@ class Settings:
         kv_budget: within what the KV of each request is kept by dropping tokens, which may change answers:
             tokens, a part of the prompt such as ``50%``, or bytes; ``None``: it is not. Requests and tenants
             may say otherwise.
+        kv_recall: bytes of memory beside ``kv_cache`` for what budgets drop, for later turns to have back;
+            ``None``: none.
         retention: what is kept then (``docs/retention.md``).
         cache_ttl: seconds after their last use for which KV is kept; ``None``: as long as there is room.
         pinned_share: the part of ``kv_cache`` that may be pinned.
@@ -139,6 +141,7 @@ class Settings:
     tenant_shared_tier: int | None = None
     kv_budget: str | None = None
     retention: str = DEFAULT_METHOD
+    kv_recall: int | None = None
     cache_ttl: float | None = None
     pinned_share: float = 0.25
     admin_key: str | None = None

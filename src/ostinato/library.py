@@ -495,6 +495,7 @@ def _start(
     from .engines.batching import Batcher, BatchingSettings
     from .engines.hf import load_model
     from .engines.runners import PagedRunner, StatefulRunner
+    from .kv.archive import Archives
     from .kv.keeper import Keeper
     from .kv.manager import KVManager
     from .kv.policies import make_policy
@@ -537,6 +538,10 @@ def _start(
     tier, link = None, None
     if isinstance(runner, PagedRunner):
         tier, link = _tier_link(settings, runner, clock, lambda event: runtime.observe(event))
+    archives = None
+    if settings.kv_recall is not None and isinstance(runner, PagedRunner):
+        archives = Archives(runner.arena, settings.kv_recall)
+        manager.on_purge = archives.clear
     batcher = Batcher(
         runner,
         manager,
@@ -552,6 +557,7 @@ def _start(
         tier_link=link,
         sessions=sessions,
         tender=Tender(manager, sessions),
+        archives=archives,
     )
     runtime = Runtime(
         model_name=local.name,

@@ -91,4 +91,5 @@ def keep_of(
         protected |= flags_of(pieces, text, pinned)
         if is_wanted:
             preferred = flags_of(pieces, text, entity_spans(text))
-    return Keep(budget, method, protected, preferred)
+    setting = str(retention.budget), method.name, str(is_wanted), *retention.pinned_text
+    return Keep(budget, method, protected, preferred, setting)

@@ -352,7 +352,8 @@ class Usage:
     ``served``: a response cache had the answer; then nothing was computed, and all of the prompt counts as
     cached.
     ``dropped_tokens`` of prompt and answer had no KV any more at the end, by the method ``retention``, where
-    a budget was asked for.
+    a budget was asked for; ``recalled_tokens`` of the prompt were not computed: their KV came back from what
+    an earlier turn, kept in the same way, had kept or dropped.
     """
 
     prompt_tokens: int = 0
@@ -370,6 +371,7 @@ class Usage:
     kept_tokens: int = 0
     served: Served | None = None
     dropped_tokens: int = 0
+    recalled_tokens: int = 0
     retention: str = ""
 
 

@@ -18,6 +18,7 @@ from ostinato.engines.runners import LoadedModel, PagedRunner, StatefulRunner
 from ostinato.engines.sequence import Sequence, SequenceStats
 from ostinato.events import Observer
 from ostinato.kv.approximate import ApproximateSlots
+from ostinato.kv.archive import Archives
 from ostinato.kv.codecs.layered import make_codec
 from ostinato.kv.hashing import Namespace
 from ostinato.kv.manager import KVManager
@@ -88,6 +89,7 @@ class Harness:
         observer: Observer | None = None,
         max_sequences: int = 8,
         itl_target_s: float | None = 60.0,
+        recall_bytes: int = 0,
     ) -> None:
         """``folder``: of a lower tier with ``slots`` blocks; ``buffers`` of them may be on their way.
 
@@ -100,6 +102,11 @@ class Harness:
             if loaded.reuse_reason is None
             else StatefulRunner(loaded)
         )
+        self.archives: Archives | None = None
+        if recall_bytes:
+            assert isinstance(self.runner, PagedRunner)
+            self.archives = Archives(self.runner.arena, recall_bytes)
+            self.manager.on_purge = self.archives.clear
         self.link: TierLink | None = None
         if folder is not None:
             assert isinstance(self.runner, PagedRunner)
@@ -128,6 +135,7 @@ class Harness:
             ),
             observer=observer,
             tier_link=self.link,
+            archives=self.archives,
         )
 
     def submit(

@@ -38,7 +38,7 @@ class Recorded(Keeping):
         Keeping.note_rows(self, start, rows, mass)
 
 
-def _keeping(budget: int, method: str, num_prompt: int, protected: tuple[int, ...] = ()) -> Recorded:
+def keeping_of(budget: int, method: str, num_prompt: int, protected: tuple[int, ...] = ()) -> Recorded:
     info = loaded(MODEL).info
     flags = np.zeros(num_prompt, np.bool_)
     flags[list(protected)] = True
@@ -46,7 +46,7 @@ def _keeping(budget: int, method: str, num_prompt: int, protected: tuple[int, ..
     return Recorded(keep, len(info.kv_heads), info.kv_heads[0])
 
 
-def _prompt(length: int, seed: int = 0) -> list[int]:
+def prompt_of(length: int, seed: int = 0) -> list[int]:
     return np.random.default_rng(seed).integers(5, loaded(MODEL).info.vocab_size, length).tolist()
 
 
@@ -65,7 +65,7 @@ AttentionInterface.register("masked-reference", _masked_attention)
 
 
 @torch.inference_mode()
-def _logprobs_of(tokens: list[int], num_prompt: int, keeping: Recorded) -> tuple[list[int], list[float]]:
+def logprobs_of(tokens: list[int], num_prompt: int, keeping: Recorded) -> tuple[list[int], list[float]]:
     """What the model, by itself, finds likeliest at every place of the answer, and how likely that is."""
     model = copy.deepcopy(build(MODEL, own=True))
     model.set_attn_implementation("masked-reference")
@@ -81,7 +81,7 @@ def _logprobs_of(tokens: list[int], num_prompt: int, keeping: Recorded) -> tuple
     return best.indices.tolist(), best.values.tolist()
 
 
-def _run(engine: Harness, prompt: list[int], max_new: int, keeping: Keeping) -> Collected:
+def run(engine: Harness, prompt: list[int], max_new: int, keeping: Keeping) -> Collected:
     _, sink = engine.submit(prompt, max_new, params=WITH_LOGPROBS, keeping=keeping)
     sink.wait()
     return sink
@@ -89,13 +89,13 @@ def _run(engine: Harness, prompt: list[int], max_new: int, keeping: Keeping) -> 
 
 @pytest.mark.parametrize("method", METHOD_NAMES)
 def test_the_answer_is_that_of_attention_over_what_was_kept(method: str) -> None:
-    prompt, protected = _prompt(150), (0, 1, 40, 41, 148, 149)
-    keeping = _keeping(64, method, len(prompt), protected)
+    prompt, protected = prompt_of(150), (0, 1, 40, 41, 148, 149)
+    keeping = keeping_of(64, method, len(prompt), protected)
     with harness(loaded(MODEL), num_blocks=64, block_size=BLOCK) as engine:
-        sink = _run(engine, prompt, 70, keeping)
+        sink = run(engine, prompt, 70, keeping)
     assert sink.stats is not None
     assert sink.stats.dropped_tokens == 150 + 69 - keeping.num_places > 0
-    expected, values = _logprobs_of([*prompt, *sink.tokens], len(prompt), keeping)
+    expected, values = logprobs_of([*prompt, *sink.tokens], len(prompt), keeping)
     np.testing.assert_allclose([item.logprob for item in sink.logprobs if item], values, atol=2e-4)
     assert sink.tokens == expected
     for row in keeping.positions.reshape(-1, keeping.num_places):
@@ -104,11 +104,11 @@ def test_the_answer_is_that_of_attention_over_what_was_kept(method: str) -> None
 
 @pytest.mark.parametrize("method", METHOD_NAMES)
 def test_with_room_for_everything_nothing_changes(method: str) -> None:
-    prompt = _prompt(50)
+    prompt = prompt_of(50)
     expected = reference(build(MODEL, own=True), prompt, 30)
     with harness(loaded(MODEL), num_blocks=64, block_size=BLOCK) as engine:
-        keeping = _keeping(79, method, len(prompt))
-        assert _run(engine, prompt, 30, keeping).tokens == expected
+        keeping = keeping_of(79, method, len(prompt))
+        assert run(engine, prompt, 30, keeping).tokens == expected
         assert keeping.num_dropped == 0
 
 
@@ -121,68 +121,68 @@ def test_it_never_holds_more_than_its_budget(budget: int) -> None:
             held.append(engine.manager.num_held_blocks)
 
     with harness(loaded(MODEL), num_blocks=64, block_size=BLOCK, observer=observe) as engine:
-        _run(engine, _prompt(150), 60, _keeping(budget, "summary", 150))
+        run(engine, prompt_of(150), 60, keeping_of(budget, "summary", 150))
     assert max(held) <= -(-budget // BLOCK)
 
 
 def test_what_was_thinned_out_cannot_be_found_and_what_was_exact_stays() -> None:
-    prompt = _prompt(150)
+    prompt = prompt_of(150)
     expected = reference(build(MODEL, own=True), prompt, 8)
     with harness(loaded(MODEL), num_blocks=200, block_size=BLOCK) as engine:
-        thinned = _run(engine, prompt, 40, _keeping(64, "summary", 150, tuple(range(10))))
+        thinned = run(engine, prompt, 40, keeping_of(64, "summary", 150, tuple(range(10))))
         tokens = np.array([*prompt, *thinned.tokens, 7], np.int32)
         assert engine.manager.peek(NAMESPACE, tokens) == 10  # what is protected before anything was dropped
         assert engine.generate(prompt, 8).tokens == expected
         # Now all of it is there: it is taken as far as the budget goes, and written over nowhere.
-        again = _run(engine, prompt, 40, _keeping(64, "summary", 150, tuple(range(10))))
+        again = run(engine, prompt, 40, keeping_of(64, "summary", 150, tuple(range(10))))
         assert again.stats is not None
-        assert again.stats.cached_tokens == _keeping(64, "summary", 150).keep.num_usable_hit
+        assert again.stats.cached_tokens == keeping_of(64, "summary", 150).keep.num_usable_hit
         assert engine.generate(prompt, 8).tokens == expected
         engine.manager.check_integrity()
 
 
 def test_an_answer_that_outgrows_its_budget_leaves_the_prompt_findable() -> None:
-    prompt = _prompt(50)
+    prompt = prompt_of(50)
     expected = reference(build(MODEL, own=True), prompt, 8)
     with harness(loaded(MODEL), num_blocks=200, block_size=BLOCK) as engine:
-        keeping = _keeping(64, "summary", 50)
-        sink = _run(engine, prompt, 100, keeping)
+        keeping = keeping_of(64, "summary", 50)
+        sink = run(engine, prompt, 100, keeping)
         assert keeping.num_dropped > 0
         tokens = np.array([*prompt, *sink.tokens], np.int32)
         assert engine.manager.peek(NAMESPACE, tokens) == 50
         assert engine.generate(prompt, 8).tokens == expected
-        values = _logprobs_of([*prompt, *sink.tokens], len(prompt), keeping)
+        values = logprobs_of([*prompt, *sink.tokens], len(prompt), keeping)
         assert sink.tokens == values[0]
 
 
 def test_many_at_once_in_a_small_arena_among_others() -> None:
     """More than there is room for: some are thrown out and start over, all finish, and all as if alone."""
-    kept = [(_prompt(120, seed), _keeping(64, method, 120)) for seed, method in enumerate(METHOD_NAMES)]
-    plain = [_prompt(40, seed) for seed in range(100, 104)]
+    kept = [(prompt_of(120, seed), keeping_of(64, method, 120)) for seed, method in enumerate(METHOD_NAMES)]
+    plain = [prompt_of(40, seed) for seed in range(100, 104)]
     expected = [reference(build(MODEL, own=True), prompt, 30) for prompt in plain]
     with harness(loaded(MODEL), num_blocks=40, block_size=BLOCK) as engine:
         sinks = [engine.submit(p, 50, params=WITH_LOGPROBS, keeping=k)[1] for p, k in kept]
         others = [engine.submit(p, 30)[1] for p in plain]
         assert [sink.wait() for sink in others] == expected
         for (prompt, keeping), sink in zip(kept, sinks, strict=True):
-            assert _logprobs_of([*prompt, *sink.wait()], 120, keeping)[0] == sink.tokens
+            assert logprobs_of([*prompt, *sink.wait()], 120, keeping)[0] == sink.tokens
         engine.manager.check_integrity()
 
 
 def test_the_only_one_may_have_every_block() -> None:
     """Its prompt is cached in the whole arena, and it must replace what it shares."""
-    prompt = _prompt(64)
+    prompt = prompt_of(64)
     with harness(loaded(MODEL), num_blocks=18, block_size=BLOCK) as engine:
         engine.generate(prompt, 4)
-        keeping = _keeping(64, "sinks", 64)
-        sink = _run(engine, prompt, 60, keeping)
-        assert _logprobs_of([*prompt, *sink.tokens], 64, keeping)[0] == sink.tokens
+        keeping = keeping_of(64, "sinks", 64)
+        sink = run(engine, prompt, 60, keeping)
+        assert logprobs_of([*prompt, *sink.tokens], 64, keeping)[0] == sink.tokens
         engine.manager.check_integrity()
 
 
 def test_cancelled_amid_its_prompt_it_leaves_nothing() -> None:
     with harness(loaded(MODEL), num_blocks=64, block_size=BLOCK, max_batch_tokens=8) as engine:
-        sequence, sink = engine.submit(_prompt(300), 50, params=GREEDY, keeping=_keeping(64, "h2o", 300))
+        sequence, sink = engine.submit(prompt_of(300), 50, params=GREEDY, keeping=keeping_of(64, "h2o", 300))
         engine.batcher.cancel([sequence])
         assert sink.done.wait(60)
         assert sink.reason == "abort"

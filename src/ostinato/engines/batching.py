@@ -16,6 +16,7 @@ import logging
 import threading
 from collections import deque
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -37,9 +38,13 @@ from ..types import (
 from .base import ModelRunner, Sampled, StepResult
 from .line import Turns, prefixes_first
 from .pace import Pace, Room
+from .recall import begin, offer, save_all
 from .sequence import Sequence, SequenceStats
 from .thinning import thin
 from .worker import Worker
+
+if TYPE_CHECKING:
+    from ..kv.archive import Archives
 
 _log = logging.getLogger(__name__)
 
@@ -89,10 +94,12 @@ class Batcher:
         tier_link: TierLink | None = None,
         sessions: Sessions | None = None,
         tender: Tender | None = None,
+        archives: Archives | None = None,
     ) -> None:
         """``worker``: the thread to run in, best the one that loaded the model; closed with the batcher.
 
         ``tier_link``: where committed blocks go, and blocks come from that are not in the arena; likewise.
+        ``archives``: where sequences within a budget put what they drop.
         ``sessions`` hears how sequences end, ``tender`` (closed likewise) works while steps are computed.
         """
         self._runner = runner
@@ -106,6 +113,7 @@ class Batcher:
         self._tier_link = tier_link
         self._sessions = sessions
         self._tender = tender
+        self._archives = archives
         self._pace = Pace(self._settings.itl_target_s, keys_a_row=self._info.keys_a_row)
         self._turns = Turns()
         self._copies: list[SlotCopy] = []
@@ -194,6 +202,8 @@ class Batcher:
         self._end_overdue()
         plan, planned = self._schedule()
         if not plan.sequences:
+            if plan.copies:
+                self._runner.execute(plan)  # of one that gets back what it had before it computes anything
             # Everyone waits: for room that a lease outside the engine holds, or for the lower tier.
             with self._wake:
                 has_news = self._inbox or any(s.load and s.load.is_done for s in self._waiting)
@@ -279,6 +289,8 @@ class Batcher:
         self._pace.note(decoding, prompts, duration_s)
 
     def _plan_chunk(self, sequence: Sequence, room: Room, planned: list[tuple[Sequence, int]]) -> None:
+        if sequence.num_computed < sequence.num_offered:
+            return  # it gets back what it had
         remaining = sequence.num_tokens - sequence.num_computed
         if sequence.keeping is not None:
             remaining = sequence.keeping.next_rows(
@@ -331,6 +343,8 @@ class Batcher:
                 rows = keeping.next_rows(sequence.num_computed, sequence.num_tokens, most)
                 room = keeping.room_for(rows)
                 if room is None or thin(sequence, room, self._runner, self._manager.block_size):
+                    if sequence.num_computed < sequence.num_offered:
+                        offer(sequence, self._runner, self._manager.block_size)
                     break
                 if self._stop_a_load():
                     break
@@ -457,6 +471,8 @@ class Batcher:
         sequence.num_computed = num_computed
         if sequence.keeping is not None:
             sequence.keeping.start(num_computed)
+            if self._archives is not None:
+                begin(self._archives, self._manager, sequence)
         self._note_exactness(sequence)
         sequence.copies = ()
         if sequence.started_s is None:
@@ -615,6 +631,8 @@ class Batcher:
             if sequence.lease is not None:
                 sequence.lease.note_output(sequence.num_output)
             self._commit(sequence)
+            if self._archives is not None:
+                save_all(self._archives, sequence)
         was_kept = sequence.lease is not None and error is None and self._info.reuse
         self._release(sequence)
         self._runner.close(sequence.id)
@@ -624,6 +642,7 @@ class Batcher:
             approximate_tokens=sequence.approximate_tokens,
             written_tokens=sequence.written_tokens,
             output_tokens=sequence.num_output,
+            recalled_tokens=sequence.recalled_tokens,
             dropped_tokens=0 if sequence.keeping is None else sequence.keeping.num_dropped,
             arrived_s=sequence.arrived_s,
             started_s=sequence.started_s,

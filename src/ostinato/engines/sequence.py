@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
@@ -15,6 +15,9 @@ from ..kv.terms import NO_TERMS, Terms
 from ..kv.transfer import Chain
 from ..retention.keeping import Keeping, StepRows
 from ..types import FinishReason, SamplingParams, Session, SlotCopy, TokenArray, TokenLogprob
+
+if TYPE_CHECKING:
+    from ..kv.archive import Archive
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +30,7 @@ class SequenceStats:
     written_tokens: int
     output_tokens: int
     dropped_tokens: int
+    recalled_tokens: int
     arrived_s: float
     started_s: float | None
     first_token_s: float | None
@@ -49,11 +53,11 @@ class Sequence:
     """One sequence from arrival to end. Only the engine's thread touches it after ``submit``."""
 
     __slots__ = (
-        "_tokens", "approximate_tokens", "arrived_s", "cached_tokens", "cancelled", "chain", "copies",
-        "deadline_s", "first_token_s", "id", "keeping", "lease", "load", "max_new", "namespace",
-        "num_choices", "num_computed", "num_exact", "num_overtaken", "num_prompt", "num_tokens",
-        "offers_tools", "params", "rows", "session", "sink", "started_s", "stop_token_ids", "terms",
-        "written_tokens",
+        "_tokens", "approximate_tokens", "archive", "archive_epoch", "arrived_s", "cached_tokens",
+        "cancelled", "chain", "copies", "deadline_s", "first_token_s", "id", "keeping", "lease", "load",
+        "max_new", "namespace", "num_choices", "num_computed", "num_exact", "num_offered",
+        "num_overtaken", "num_prompt", "num_tokens", "offers_tools", "params", "recalled_tokens",
+        "rows", "session", "sink", "started_s", "stop_token_ids", "terms", "written_tokens",
     )  # fmt: skip
 
     def __init__(
@@ -104,6 +108,10 @@ class Sequence:
         self.approximate_tokens = 0  # of the cached ones
         self.num_exact: int | None = None  # leading tokens, where not all are
         self.keeping = keeping
+        self.archive: Archive | None = None  # of what it drops, where that is kept
+        self.archive_epoch = 0
+        self.num_offered = 0  # leading tokens whose KV is in the archive when it starts
+        self.recalled_tokens = 0
         self.rows: StepRows | None = None  # of the step under way, where it is kept within a budget
         self.written_tokens = 0
         self.arrived_s = 0.0
@@ -146,7 +154,7 @@ class Sequence:
         """
         if self.keeping is None:
             return self.num_computed
-        if self.keeping.num_dropped:
+        if self.keeping.num_dropped or self.num_offered:
             return 0
         keep = self.keeping.keep
         return min(self.num_computed, keep.num_head) if keep.is_drop_certain else self.num_computed

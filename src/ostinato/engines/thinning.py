@@ -27,6 +27,13 @@ def thin(sequence: Sequence, num_kept: int, runner: ModelRunner, block_size: int
     if num_blocks is None:
         return False
     start = num_blocks * block_size
+    if sequence.archive is not None:
+        left = np.ones(keeping.positions.shape, np.bool_)
+        np.put_along_axis(left, kept, False, axis=2)
+        dropped = np.nonzero(left)[2].reshape(*kept.shape[:2], -1)
+        index, offset = np.divmod(dropped, block_size)
+        positions = np.take_along_axis(keeping.positions, dropped, axis=2)
+        sequence.archive.save(positions, old_ids[index] * block_size + offset)
     index, offset = np.divmod(kept[:, :, start:], block_size)
     move = SlotMove((old_ids[index] * block_size + offset).astype(np.int64), lease.slots(start, num_kept))
     runner.execute(Plan((), moves=(move,)))

@@ -74,6 +74,8 @@ class KVManager:
         self._news_lock = Lock()  # before the other one
         self.news: Callable[[], Iterable[Selection]] | None = None
         """What others have purged since this was asked last; asked before anything is looked up or kept."""
+        self.on_purge: Callable[[], None] | None = None
+        """Called when something is purged, before that returns: for what is kept elsewhere."""
 
     # ------------------------------------------------------------ what there is
 
@@ -125,6 +127,10 @@ class KVManager:
     def num_cached_tokens(self) -> int:
         """Tokens findable in all namespaces."""
         return self._index.num_tokens
+
+    def ttl_s(self, namespace: Namespace, terms: Terms) -> float:
+        """For how long after its last use what is kept on these terms may be found; infinite: no limit."""
+        return self._allowances.ttl_s(namespace.tenant, terms)
 
     # ------------------------------------------------------------ the flow
 
@@ -269,6 +275,8 @@ class KVManager:
                 lease._is_purged |= self._is_of(lease, selection, lost)
             num_held = self._pool.count_held(_as_block_ids(lost))
             num_freed = self._pool.num_free - num_free
+        if self.on_purge is not None:
+            self.on_purge()
         self._emit_evicted(num_freed, num_tokens, "purged")
         return Purged(num_tokens, num_freed, num_held, num_pins)
 

@@ -36,6 +36,7 @@ class Keep:
         budget_tokens: the most tokens that have KV at any moment.
         method: what to keep.
         protected, preferred: flags over the prompt's tokens: what must stay, what stays before others.
+        setting: what KV that was computed in this way has in common.
 
     Raises:
         BudgetTooSmallError: what is protected does not leave room to work in.
@@ -45,6 +46,7 @@ class Keep:
     method: Method
     protected: Flags
     preferred: Flags
+    setting: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         num_protected = int(self.protected.sum())

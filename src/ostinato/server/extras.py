@@ -84,6 +84,7 @@ def remarks_object(usages: Sequence[Usage]) -> Json:
             remarks["retention"] = {
                 "method": usage.retention,
                 "dropped_tokens": sum(u.dropped_tokens for u in usages),
+                "recalled_tokens": sum(u.recalled_tokens for u in usages),
             }
         if usage.kept_tokens:
             remarks["kept_tokens"] = usage.kept_tokens

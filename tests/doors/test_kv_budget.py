@@ -187,6 +187,23 @@ def test_a_prompt_may_be_longer_than_the_arena(folder: Path) -> None:
         )  # as far as there is room
 
 
+def test_the_next_turn_gets_its_past_back(folder: Path) -> None:
+    settings: dict[str, Any] = {"kv_cache": 400 * BLOCK_BYTES, "block_size": 4, "kv_budget": "50%"}
+    with ostinato.load(folder, **settings, kv_recall="64MiB") as engine:
+        first = engine.chat(TALK, **OPTIONS)
+        more = [*TALK, {"role": "assistant", "content": first.text}, {"role": "user", "content": "Why?"}]
+        again = engine.chat(more, **OPTIONS)
+        assert again.usage.recalled_tokens > 200
+        assert again.usage.dropped_tokens > 0
+        engine.purge(salt="anna")
+        assert engine.chat(more, **OPTIONS).usage.recalled_tokens == 0
+    with ostinato.load(folder, **settings, kv_recall="64MiB", cache_ttl=60.0) as engine:
+        engine.chat(TALK, **OPTIONS)
+        assert engine.chat(TALK, **OPTIONS).usage.recalled_tokens == 0  # it may be kept for a time only
+    with pytest.raises(ParameterError, match="kv_recall must be at least 1"):
+        ostinato.load(folder, kv_recall=0)
+
+
 @pytest.mark.parametrize(("name", "reason"), [("gemma2", "sliding window"), ("mamba", "recurrent state")])
 def test_models_that_cannot_are_refused_by_name(name: str, reason: str) -> None:
     from engines.models import loaded

@@ -1,0 +1,109 @@
+"""A conversation goes on within a budget: nothing of its past is computed again, all of it can be chosen."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from engines.driver import NAMESPACE, Collected, Harness, harness
+from engines.models import loaded
+from engines.test_retention import BLOCK, MODEL, Recorded, keeping_of, logprobs_of, prompt_of, run
+from ostinato.kv.terms import Selection
+
+BUDGET = 64
+
+
+def _keeping(num_prompt: int, method: str = "summary", setting: str = "64") -> Recorded:
+    keeping = keeping_of(BUDGET, method, num_prompt)
+    return Recorded(replace(keeping.keep, setting=(setting,)), keeping.num_layers, keeping.num_heads)
+
+
+@pytest.mark.parametrize("method", ["summary", "snapkv"])
+def test_the_next_turn_chooses_from_everything_that_was_dropped(method: str) -> None:
+    prompt = prompt_of(150)
+    with harness(loaded(MODEL), num_blocks=64, block_size=BLOCK, recall_bytes=1 << 24) as engine:
+        first = _keeping(150, method)
+        answer = run(engine, prompt, 20, first).tokens
+        longer = [*prompt, *answer, *prompt_of(30, 5)]
+        second = _keeping(len(longer), method)
+        sink = run(engine, longer, 30, second)
+        engine.manager.check_integrity()
+    assert sink.stats is not None
+    computed = 150 + 19  # the answer's last token never was
+    assert sink.stats.recalled_tokens + sink.stats.cached_tokens == computed
+    # What was computed in the first turn saw what was there then; only the rest sees what was chosen anew.
+    second.seen = {p: seen for p, seen in second.seen.items() if p >= computed} | {
+        p: seen for p, seen in first.seen.items() if p < computed
+    }
+    expected, values = logprobs_of([*longer, *sink.tokens], len(longer), second)
+    assert sink.tokens == expected
+    np.testing.assert_allclose([item.logprob for item in sink.logprobs if item], values, atol=2e-4)
+    # Tokens that the first turn had dropped everywhere are among those that the second kept.
+    left = set(first.positions.ravel().tolist())
+    assert any(p not in left for p in second.positions.ravel().tolist() if p < computed)
+
+
+def _turns(engine: Harness, second: Recorded, **options: object) -> Collected:
+    """Two turns; the second one's sink."""
+    prompt = prompt_of(150)
+    answer = run(engine, prompt, 4, _keeping(150)).tokens
+    longer = [*prompt, *answer, *prompt_of(30, 5)]
+    assert len(second.keep.protected) == len(longer)
+    _, sink = engine.submit(longer, 4, keeping=second, **options)  # type: ignore[arg-type]
+    sink.wait()
+    return sink
+
+
+def test_nobody_else_gets_it() -> None:
+    for second, options in (
+        (_keeping(184, setting="50%"), {}),
+        (_keeping(184), {"namespace": replace(NAMESPACE, salt="anna")}),
+    ):
+        with harness(loaded(MODEL), num_blocks=64, block_size=BLOCK, recall_bytes=1 << 24) as engine:
+            sink = _turns(engine, second, **options)
+            assert sink.stats is not None
+            assert sink.stats.recalled_tokens == 0
+
+
+def test_a_purge_takes_it_also_from_those_who_run() -> None:
+    with harness(loaded(MODEL), num_blocks=64, block_size=BLOCK, recall_bytes=1 << 24) as engine:
+        assert engine.archives is not None
+        run(engine, prompt_of(150), 4, _keeping(150))
+        assert engine.archives.size_bytes > 0
+        engine.manager.purge(Selection())
+        assert engine.archives.size_bytes == 0
+        _, sink = engine.submit(prompt_of(150), 40, keeping=_keeping(150))
+        assert sink.first.wait(60)
+        engine.manager.purge(Selection())
+        sink.wait()
+        assert engine.archives.size_bytes == 0
+
+
+def test_memory_is_bounded_and_the_oldest_go() -> None:
+    each = loaded(MODEL).kv_bytes_per_token * 154
+    with harness(loaded(MODEL), num_blocks=64, block_size=BLOCK, recall_bytes=2 * each) as engine:
+        assert engine.archives is not None
+        for seed in range(3):
+            run(engine, prompt_of(150, seed), 4, _keeping(150))
+            assert engine.archives.size_bytes <= 2 * each
+        for seed, is_there in ((0, False), (1, True), (2, True)):
+            tokens = np.array(prompt_of(150, seed), np.int32)
+            found = engine.archives.find((NAMESPACE.digest, "64"), tokens)
+            assert (found is not None and found[1] == 150) == is_there
+        assert run(engine, prompt_of(400), 4, _keeping(400)).stats is not None  # too long to be kept
+        assert engine.archives.size_bytes <= 2 * each
+
+
+def test_cancelled_while_it_gets_back_what_it_had() -> None:
+    prompt = prompt_of(600)
+    with harness(loaded(MODEL), num_blocks=64, block_size=BLOCK, recall_bytes=1 << 24) as engine:
+        run(engine, prompt, 4, _keeping(600))
+        for _ in range(3):
+            sequence, sink = engine.submit([*prompt, 7, 8, 9], 4, keeping=_keeping(603))
+            engine.batcher.cancel([sequence])
+            assert sink.done.wait(60)
+        again = run(engine, [*prompt, 7, 8, 9], 4, _keeping(603))
+        assert again.stats is not None
+        assert again.stats.recalled_tokens > 500
