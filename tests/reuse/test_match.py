@@ -225,6 +225,21 @@ def test_a_token_again_and_again_takes_no_more_room_than_any_text() -> None:
     assert spans(index.find(SPACE, prompt))[0][1:] == (0, 8_000)
 
 
+def test_a_text_with_very_many_copies_does_not_keep_out_the_others() -> None:
+    """Of each way in which 16 places fall on it there are eight copies: 128 proposals, all for the same."""
+    text, index = draw(5, 1_000), RunIndex(500_000)
+    for seed in range(300):
+        index.add(SPACE, join(draw(1_000 + seed, 20 + seed % 16), text, draw(2_000 + seed, 5)))
+    documents = [draw(60 + i, 100) for i in range(30)]
+    for i, document in enumerate(documents):
+        index.add(SPACE, join(draw(3_000 + i, 50), document))
+    found = index.find(SPACE, join(draw(9, 7), text, *documents[::-1]))
+    assert [(run.target_start, run.length) for run in found] == [
+        (7, 1_000),
+        *((1_007 + 100 * i, 100) for i in range(30)),
+    ]
+
+
 def test_texts_that_differ_at_every_thirtieth_token_give_nothing() -> None:
     text = draw(5, 6_000)
     other = text.copy()

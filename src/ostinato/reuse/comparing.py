@@ -15,6 +15,8 @@ from .pieces import Piece, Tree, owner
 
 _MAX_GROUPS = 128
 _MAX_SEEDS = 512
+_MAX_EACH = 2  # groups that a token of the prompt may bring in where there are more than can be tried
+_FIRST_LOOK = 128
 _32, _LOW = np.uint64(32), np.uint64(0xFFFFFFFF)
 
 
@@ -86,7 +88,9 @@ class Matcher:
         seed, shift = at[first], shifts[first]
         room = np.minimum(self._end - seed, ends[which] - (seed - shift))
         room += np.minimum(seed - self._start, seed - shift)
-        best = np.lexsort((-room, -counts))[:_MAX_GROUPS]
+        best = np.lexsort((-room, -counts))
+        if len(best) > _MAX_GROUPS:
+            best = best[_best_of_each(at, counts, best)][:_MAX_GROUPS]
         for group in best.tolist():
             piece = self._pieces[int(numbers[first[group]])]
             if piece is not None and piece.tree is self._tree:
@@ -122,7 +126,7 @@ class Matcher:
         tokens, end = self._tokens, seed
         last = above = owner(piece, seed - shift)
         while True:
-            end += num_common(last.tokens[end - shift - last.start :], tokens[end : self._end])
+            end += _num_common(last.tokens[end - shift - last.start :], tokens[end : self._end])
             if end - shift < last.end or end >= self._end:
                 break
             child = last.children.get(int(tokens[end]))
@@ -136,7 +140,7 @@ class Matcher:
             above = owner(above, start - 1 - shift)
             low = max(above.start + shift, self._start)
             stored = above.tokens[low - shift - above.start : start - shift - above.start]
-            start -= num_common(stored[::-1], tokens[low:start][::-1])
+            start -= _num_common(stored[::-1], tokens[low:start][::-1])
             if start > low:
                 break
         return Run(start, end, shift, last)
@@ -148,3 +152,30 @@ class Matcher:
         self._lengths[part][is_longer] = length
         self._longest[part][is_longer] = len(self._runs)
         self._runs.append(run)
+
+
+def _best_of_each(
+    at: npt.NDArray[np.intp], counts: npt.NDArray[np.intp], best: npt.NDArray[np.intp]
+) -> npt.NDArray[np.bool_]:
+    """Which of the groups ``best`` (best first) are among the best few at any of their tokens.
+
+    Else a text that is stored many times would keep out all else that the prompt has.
+    """
+    rank = np.empty(len(best), np.intp)
+    rank[best] = np.arange(len(best))
+    ranks = np.repeat(rank, counts)
+    order = np.lexsort((ranks, at))
+    is_among = np.ones(len(at), np.bool_)
+    is_among[_MAX_EACH:] = at[order][_MAX_EACH:] != at[order][:-_MAX_EACH]
+    is_kept = np.zeros(len(best), np.bool_)
+    is_kept[ranks[order[is_among]]] = True
+    return is_kept
+
+
+def _num_common(a: TokenArray, b: TokenArray) -> int:
+    """``num_common``, which looks at a little first: most runs are shorter than what is stored there."""
+    if min(len(a), len(b)) > _FIRST_LOOK:
+        found = num_common(a[:_FIRST_LOOK], b[:_FIRST_LOOK])
+        if found < _FIRST_LOOK:
+            return found
+    return num_common(a, b)
