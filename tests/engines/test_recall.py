@@ -82,7 +82,7 @@ def test_a_purge_takes_it_also_from_those_who_run() -> None:
 
 
 def test_memory_is_bounded_and_the_oldest_go() -> None:
-    each = loaded(MODEL).kv_bytes_per_token * 154
+    each = loaded(MODEL).kv_bytes_per_token * 153
     with harness(loaded(MODEL), num_blocks=64, block_size=BLOCK, recall_bytes=2 * each) as engine:
         assert engine.archives is not None
         for seed in range(3):

@@ -157,6 +157,7 @@ def test_budgets_in_tokens_parts_and_bytes() -> None:
     assert parse_budget(2048) == parse_budget(" 2048 ") == KVBudget(tokens=2048)
     assert parse_budget("50%").in_tokens(3001, 46_080) == 1500
     assert parse_budget("90 MiB").in_tokens(10_000, 46_080) == 2048
+    assert parse_budget("50%").in_tokens(10, 46_080) == 128
     assert parse_budget("1.5k").in_tokens(10, 512) == 3
 
 

@@ -35,7 +35,7 @@ def begin(archives: Archives, manager: KVManager, sequence: Sequence) -> None:
     if manager.ttl_s(sequence.namespace, sequence.terms) < inf:
         return
     sequence.archive = archives.open(sequence.num_prompt + sequence.max_new)
-    if sequence.archive is None or not keep.is_drop_certain or not keep.num_probe:
+    if not keep.is_drop_certain or not keep.num_probe:
         return
     setting = sequence.namespace.digest, *keep.setting
     found = archives.find(setting, sequence.tokens[: keep.num_prompt - keep.num_probe])

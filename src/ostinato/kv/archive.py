@@ -29,10 +29,14 @@ class Archive:
         self._arena = arena
         self.tokens: TokenArray = np.empty(0, np.int32)
         """Whose KV is all there."""
-        self.size_bytes = num_tokens * arena.bytes_per_slot(arena.layers, arena.dtype)
         make = torch.empty  # given by the system as it is written to
         self._keys = [make(s.kv_heads, num_tokens, s.key_dim, dtype=arena.dtype) for s in arena.layers]
         self._values = [make(s.kv_heads, num_tokens, s.value_dim, dtype=arena.dtype) for s in arena.layers]
+
+    @property
+    def size_bytes(self) -> int:
+        """What the KV of its tokens takes; memory that was never written to takes nothing."""
+        return len(self.tokens) * self._arena.bytes_per_slot(self._arena.layers, self._arena.dtype)
 
     def save(self, positions: npt.NDArray[np.integer], slots: npt.NDArray[np.integer]) -> None:
         """Copies KV of tokens at ``slots`` out of the arena; both arrays ``[layers, kv_heads, number]``."""
@@ -88,10 +92,8 @@ class Archives:
         """Goes up with every ``clear``."""
         return self._num_clears
 
-    def open(self, num_tokens: int) -> Archive | None:
-        """An empty one; ``None``: there is no room for so much at all."""
-        if num_tokens * self._arena.bytes_per_slot(self._arena.layers, self._arena.dtype) > self._max_bytes:
-            return None
+    def open(self, num_tokens: int) -> Archive:
+        """An empty one, for up to so many tokens."""
         return Archive(self._arena, num_tokens)
 
     def find(self, setting: Setting, tokens: TokenArray) -> tuple[Archive, int] | None:
@@ -109,11 +111,14 @@ class Archives:
             return self._kept[best][1], lengths[best]
 
     def keep(self, setting: Setting, archive: Archive, tokens: TokenArray, epoch: int) -> None:
-        """Keeps an archive that has the KV of ``tokens``, unless others were cleared since ``epoch``."""
+        """Keeps an archive that has the KV of ``tokens``, unless others were cleared since ``epoch``.
+
+        One that alone takes more than all may take is not kept.
+        """
         with self._lock:
-            if epoch != self._num_clears or not len(tokens):
-                return
             archive.tokens = tokens.copy()
+            if epoch != self._num_clears or not 0 < archive.size_bytes <= self._max_bytes:
+                return
             for number, (known, other) in list(self._kept.items()):  # those it goes on from
                 if known == setting and num_common(other.tokens, tokens) == len(other.tokens):
                     del self._kept[number]

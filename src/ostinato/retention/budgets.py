@@ -10,6 +10,7 @@ from ..errors import ParameterError
 _UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 _PERCENT = re.compile(r"\s*(\d+(?:\.\d+)?)\s*%\s*")
 _BYTES = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMG])(?:i?B)?\s*", re.IGNORECASE)
+_LEAST_TOKENS = 128
 _WHOLE = re.compile(r"\s*(\d+)\s*")
 
 
@@ -22,11 +23,14 @@ class KVBudget:
     size_bytes: int | None = None
 
     def in_tokens(self, prompt_tokens: int, bytes_per_token: int) -> int:
-        """The budget of a sequence with such a prompt, on a model with so much KV a token; at least 1."""
+        """The budget of a sequence with such a prompt, on a model with so much KV a token; at least 1.
+
+        A part of a short prompt leaves no room to work in, and saves nothing: it is never less than 128.
+        """
         if self.tokens is not None:
             return self.tokens
         if self.ratio is not None:
-            return max(1, int(self.ratio * prompt_tokens))
+            return max(_LEAST_TOKENS, int(self.ratio * prompt_tokens))
         assert self.size_bytes is not None, "a budget of nothing"
         return max(1, self.size_bytes // max(1, bytes_per_token))
 

@@ -89,9 +89,10 @@ class Evidence:
         assert self._num_recent, "a summary of nothing"
         full = len(self._summaries) == NUM_SUMMARIES
         summary = self._summaries.popleft() if full else np.empty_like(self._recent)
-        np.divide(self._recent, self._num_recent, out=summary)
+        recent = self._recent[:, :, : self.size]
+        np.divide(recent, self._num_recent, out=summary[:, :, : self.size])
         self._summaries.append(summary)
-        self._recent[...] = 0.0
+        recent[...] = 0.0
         self._num_recent = 0
 
     def keep(self, kept: Places) -> None:
