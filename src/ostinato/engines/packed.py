@@ -39,14 +39,14 @@ class PackedLinear(nn.Module):
 
     def forward(self, rows: Tensor) -> Tensor:
         num_rows = rows.shape[-2]
-        num_spare = _round_up(num_rows) - num_rows
+        num_spare = round_up(num_rows) - num_rows
         if num_spare:
             rows = nn.functional.pad(rows, (0, 0, 0, num_spare))
         output: Tensor = torch.ops.mkldnn._linear_pointwise(rows, self._packed, self._bias, "none", [], "")
-        return output[..., :num_rows, :]
+        return output[..., :num_rows, :] if num_spare else output
 
 
-def _round_up(num_rows: int) -> int:
+def round_up(num_rows: int) -> int:
     """To one of 48 numbers up to 512; on average 4 rows in 100 are spare."""
     for limit, step in ((16, 1), (32, 4), (128, 8), (256, 16)):
         if num_rows <= limit:

@@ -22,6 +22,7 @@ from ..kv.arena import Arena, LayerShape
 from ..types import Plan, SamplingParams, SequencePlan, TokenArray
 from .attention import LayerReached, LayerRule, Step
 from .base import AttentionMass, Deviations, RunnerInfo, Sampled, StepResult
+from .packed import can_pack, round_up
 from .sampling import Sampler
 
 ATTENTION_NAME = "ostinato"
@@ -51,6 +52,7 @@ class _Running:
 
     step: Step
     rules: Mapping[int, LayerRule]
+    num_rows: int
 
 
 def paged_attention(
@@ -69,7 +71,11 @@ def paged_attention(
 ) -> tuple[Tensor, None]:
     layer: int = module.layer_idx  # type: ignore[assignment]
     if isinstance(ostinato, _Running):
-        return ostinato.step.attend(layer, ostinato.rules[layer], query, key, value, s_aux), None
+        num_rows = ostinato.num_rows
+        num_spare = query.shape[2] - num_rows
+        query, key, value = (t[:, :, :num_rows] for t in (query, key, value))
+        output = ostinato.step.attend(layer, ostinato.rules[layer], query, key, value, s_aux)
+        return torch.nn.functional.pad(output, (0, 0, 0, 0, 0, num_spare)) if num_spare else output, None
     nothing = value.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[3])
     if isinstance(ostinato, KeyProbe):
         ostinato.keys[layer], ostinato.values[layer] = key[0].clone(), value[0].clone()
@@ -180,14 +186,18 @@ def _call(loaded: LoadedModel, sequences: tuple[SequencePlan, ...], step: Step) 
             assert are_positions, f"places must be positions: {loaded.compaction_reason}"
     ends = np.cumsum([len(sequence.tokens) for sequence in sequences])
     sampled = [int(end) - 1 for end, sequence in zip(ends, sequences, strict=True) if sequence.sample]
-    tokens = np.concatenate([sequence.tokens for sequence in sequences])
-    positions = np.concatenate([sequence.positions for sequence in sequences])
+    num_rows = int(ends[-1])
+    # Filled up here, not in every linear layer; nobody attends to the spare rows or looks at what they say.
+    inputs = np.zeros((2, 1, round_up(num_rows) if can_pack(device, loaded.dtype) else num_rows), np.int64)
+    inputs[0, 0, :num_rows] = np.concatenate([sequence.tokens for sequence in sequences])
+    inputs[1, 0, :num_rows] = np.concatenate([sequence.positions for sequence in sequences])
+    input_ids, position_ids = torch.from_numpy(inputs).to(device)
     output = loaded.model(
-        input_ids=torch.from_numpy(tokens.astype(np.int64)).to(device).unsqueeze(0),
-        position_ids=torch.from_numpy(positions.astype(np.int64)).to(device).unsqueeze(0),
+        input_ids=input_ids,
+        position_ids=position_ids,
         use_cache=False,
         logits_to_keep=torch.tensor(sampled, dtype=torch.long, device=device),
-        ostinato=_Running(step, loaded.rules),
+        ostinato=_Running(step, loaded.rules, num_rows),
     )
     logits: Tensor = output.logits[0]
     return logits
