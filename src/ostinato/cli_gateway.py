@@ -53,7 +53,9 @@ def run_gateway(
 ) -> None:
     """Serve until stopped."""
     from .gateway import create_gateway, parse_upstream, read_upstreams
+    from .ports import SystemClock
     from .providers.rules import load_table
+    from .response_caches import kept_answers
     from .server import serve, server_settings
 
     upstreams = [parse_upstream(url, os.environ, plan=cast("Mode", mode)) for url in urls]
@@ -75,12 +77,16 @@ def run_gateway(
             key = "its own key" if upstream.key else "the caller's key"
             click.echo(f"  {names} → {upstream.url} ({upstream.protocol}, {key}, {upstream.plan})")
 
+    answers = kept_answers(settings, SystemClock())
     try:
-        serve(create_gateway(upstreams, wire, load_table(rule_files)), wire, ready)
+        serve(create_gateway(upstreams, wire, load_table(rule_files), answers=answers), wire, ready)
     except OSError as error:
         raise click.ClickException(
             f"cannot listen on {settings.host}:{settings.port}: {error.strerror}; choose another --port"
         ) from error
+    finally:
+        if answers is not None:
+            answers.exact.close()
 
 
 @click.command()

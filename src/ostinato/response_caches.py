@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from math import inf
 from pathlib import Path
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 from .config import Settings
 from .front import Front
@@ -16,6 +16,9 @@ from .responses.exact import Exact
 from .responses.stores.base import Limits, Store
 from .responses.stores.envelope import Envelope
 from .runtime import Runtime
+
+if TYPE_CHECKING:
+    from .gateway.answers import KeptAnswers
 
 IN_MEMORY = "memory"
 _POSTGRES = ("postgresql://", "postgres://")
@@ -50,6 +53,31 @@ def open_store(settings: Settings, now_ms: int) -> Store:
     return SqliteStore(path, limits=limits, now_ms=now_ms, envelope=envelope)
 
 
+def kept_answers(settings: Settings, clock: Clock) -> KeptAnswers | None:
+    """What stands before a gateway's upstreams; its ``exact`` is to be closed. ``None``: no answers are kept.
+
+    Raises:
+        StoreError: the store cannot be opened.
+    """
+    if not settings.answers:
+        return None
+    from .gateway.answers import KeptAnswers, PassedForm
+
+    store = open_store(settings, int(clock.now() * 1000))
+    exact = Exact(store, PassedForm(), clock, ttl_s=_ttl_s(settings))
+    answers_for = cast(AnswersFor, settings.answers_for)
+    return KeptAnswers(exact, answers_for=answers_for, ttl_of=_ttl_of(settings))
+
+
+def _ttl_s(settings: Settings) -> float:
+    return inf if settings.answers_ttl is None else settings.answers_ttl
+
+
+def _ttl_of(settings: Settings) -> Callable[[str], float]:
+    by_tenant = {tenant.id: tenant.ttl_s for tenant in settings.all_tenants() if tenant.ttl_s is not None}
+    return lambda tenant: by_tenant.get(tenant, inf)
+
+
 def with_answers(
     settings: Settings, clock: Clock, build: Callable[[], Runtime]
 ) -> tuple[Runtime, Front | None]:
@@ -68,14 +96,12 @@ def with_answers(
     except BaseException:
         store.close()
         raise
-    ttl_s = inf if settings.answers_ttl is None else settings.answers_ttl
-    by_tenant = {tenant.id: tenant.ttl_s for tenant in settings.all_tenants() if tenant.ttl_s is not None}
     front = Front(
         runtime,
-        Exact(store, ChunkForm(), clock, ttl_s=ttl_s, observer=runtime.observe),
+        Exact(store, ChunkForm(), clock, ttl_s=_ttl_s(settings), observer=runtime.observe),
         clock,
         answers_for=cast(AnswersFor, settings.answers_for),
-        ttl_of=lambda tenant: by_tenant.get(tenant, inf),
+        ttl_of=_ttl_of(settings),
     )
     runtime.on_close.append(front.close)
     return runtime, front

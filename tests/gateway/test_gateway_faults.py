@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import time
+from dataclasses import dataclass
 from typing import Any
 
 import httpx2
@@ -37,11 +38,26 @@ class Kept:
     def __init__(self) -> None:
         self.answers: dict[bytes, PassedAnswer] = {}
 
-    def find(self, request: PassedRequest) -> PassedAnswer | None:
-        return self.answers.get(request.body)
+    def ask(self, request: PassedRequest) -> Asked:
+        return Asked(self, json.dumps(request.body).encode())
 
-    def keep(self, request: PassedRequest, answer: PassedAnswer) -> None:
-        self.answers[request.body] = answer
+
+@dataclass
+class Asked:
+    kept: Kept
+    body: bytes
+    age_s: float = 0.0
+
+    @property
+    def known(self) -> PassedAnswer | None:
+        return self.kept.answers.get(self.body)
+
+    @property
+    def outcome(self) -> str:
+        return "miss" if self.known is None else "exact"
+
+    def keep(self, answer: PassedAnswer) -> None:
+        self.kept.answers[self.body] = answer
 
 
 def up(raw: RawUpstream, protocol: Any = "openai", **more: Any) -> Upstream:

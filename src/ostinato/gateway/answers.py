@@ -1,20 +1,54 @@
-"""The seam for response caches: what stands in front of the upstreams may know an answer already."""
+"""Kept answers in front of the upstreams: what was answered before is not asked again.
+
+The cache is the server's (:mod:`ostinato.responses.exact`); an answer's pieces are its content type and its
+bytes, so what comes again is what came, to the byte. Streams and whole answers are kept apart.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from math import inf
+from typing import Any, Final, Protocol
+
+import orjson
+from blake3 import blake3
+
+from ..errors import OstinatoError
+from ..events import AnswerLookedUp, AnswerOutcome, Observer
+from ..kv.terms import model_id, tenant_id
+from ..responses.control import AnswersFor
+from ..responses.digest import body_key
+from ..responses.exact import Asked, Exact, Found, Missing
+from ..types import CacheControl
+
+NO_INFLUENCE_HEADERS: Final = frozenset(
+    {
+        *("accept", "accept-encoding", "accept-language", "cache-control", "content-type", "user-agent"),
+        *("authorization", "x-api-key"),  # whose it is: part of the salt
+        *("idempotency-key", "origin", "referer", "traceparent", "tracestate", "baggage", "priority"),
+    }
+)
+"""Headers that are passed on and have no part in an answer; nor have those that begin with one of:"""
+_NO_INFLUENCE_PREFIXES: Final = ("x-stainless-", "sec-", "x-ostinato-")
+
+_UNFINISHED: Final = frozenset({"failed", "cancelled", "queued", "in_progress"})
 
 
 @dataclass(frozen=True, slots=True)
 class PassedRequest:
-    """A request as it will be passed on. ``salt`` keeps tenants apart; ``path`` is its route."""
+    """A request as it will be passed on. ``salt`` keeps tenants apart; ``path`` is its route.
+
+    ``upstream`` names where it goes: another address is another upstream.
+    """
 
     path: str
     upstream: str
     model: str
     salt: str
-    body: bytes
+    body: Mapping[str, Any]
+    headers: Mapping[str, str]
+    control: CacheControl
     is_stream: bool
 
 
@@ -26,11 +60,156 @@ class PassedAnswer:
     body: bytes
 
 
+class Question(Protocol):
+    """A request that was looked up. ``outcome`` says who answers; ``known`` is the kept answer, if there is
+    one."""
+
+    @property
+    def outcome(self) -> AnswerOutcome: ...
+
+    @property
+    def known(self) -> PassedAnswer | None: ...
+
+    @property
+    def age_s(self) -> float: ...
+
+    def keep(self, answer: PassedAnswer, /) -> None:
+        """Told of the whole answer, and of nothing that failed or broke off. In a thread, as ``ask``."""
+
+
 class AnswerCache(Protocol):
-    """What may answer in an upstream's place. Both are called in a thread, never on the event loop."""
+    """What may answer in an upstream's place."""
 
-    def find(self, request: PassedRequest, /) -> PassedAnswer | None:
-        """The answer to an equal request, if there is one."""
+    def ask(self, request: PassedRequest, /) -> Question:
+        """Looks for the answer to an equal request. Called in a thread, never on the event loop."""
 
-    def keep(self, request: PassedRequest, answer: PassedAnswer, /) -> None:
-        """Told of every whole answer, and of nothing that failed or broke off."""
+
+class KeptAnswers:
+    """:class:`AnswerCache` over the exact cache.
+
+    Args:
+        exact: where answers are; closed by whoever made it.
+        answers_for: whose are kept and given.
+        ttl_of: for how long a tenant's answers may be kept at most, by its id.
+        observer: hears what requests met.
+    """
+
+    def __init__(
+        self,
+        exact: Exact[bytes],
+        *,
+        answers_for: AnswersFor,
+        ttl_of: Callable[[str], float] = lambda tenant: inf,
+        observer: Observer = lambda event: None,
+    ) -> None:
+        self.exact = exact
+        self._ttl_of = ttl_of
+        self._answers_for = answers_for
+        self._observe = observer
+
+    def ask(self, request: PassedRequest) -> _Asked:
+        asked = self._asked(request)
+        found = Missing() if asked is None else self.exact.find(asked)
+        known, age_s, outcome = None, 0.0, _outcome(asked, found)
+        if isinstance(found, Found):
+            known, age_s = PassedAnswer(*found.pieces), found.age_s
+        self._observe(AnswerLookedUp(outcome, age_s))
+        missing = found if isinstance(found, Missing) else None
+        return _Asked(self.exact, asked, missing, outcome, known, age_s)
+
+    def _asked(self, request: PassedRequest) -> Asked | None:
+        control, body = request.control, request.body
+        serves = (
+            control.asked
+            or self._answers_for == "all"
+            or (self._answers_for == "greedy" and body.get("temperature") == 0)
+        )
+        if not serves or not (control.read or control.store):
+            return None
+        headers = {
+            name: value
+            for name, value in request.headers.items()
+            if name not in NO_INFLUENCE_HEADERS and not name.startswith(_NO_INFLUENCE_PREFIXES)
+        }
+        identity = {"upstream": request.upstream, "salt": request.salt, "is_stream": request.is_stream}
+        # How a stream is to be written is part of what is kept here, unlike in the server.
+        written = orjson.dumps([headers, body.get("stream_options")], option=orjson.OPT_SORT_KEYS)
+        try:
+            key = body_key(identity, request.path, body, written)
+        except ValueError:
+            return None
+        # Calls are not shared: an upstream's second answer need not go on as its first one began.
+        tenant = tenant_id(request.salt)
+        model, ttl_s = model_id(request.model), self._ttl_of(tenant)
+        return Asked(key, tenant, model, control=control, ttl_s=ttl_s, may_join=False)
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    exact: Exact[bytes]
+    asked: Asked | None
+    missing: Missing | None
+    outcome: AnswerOutcome
+    known: PassedAnswer | None
+    age_s: float
+
+    def keep(self, answer: PassedAnswer) -> None:
+        if self.asked is not None and self.missing is not None and self.asked.control.store:
+            self.exact.file(self.asked, self.missing, [answer.content_type, answer.body], _is_answer)
+
+
+def _outcome(asked: Asked | None, found: object) -> AnswerOutcome:
+    if asked is None:
+        return "bypass"
+    return "exact" if isinstance(found, Found) else "miss"
+
+
+def _is_answer(pieces: Sequence[bytes]) -> bool:
+    """Whether it answers: some upstreams report failures with status 200, or answer later."""
+    content_type, body = pieces
+    if content_type.startswith(b"text/event-stream"):
+        return True  # whoever read it to its end knows
+    try:
+        item = orjson.loads(body)
+    except orjson.JSONDecodeError:
+        return False
+    return isinstance(item, dict) and not item.get("error") and item.get("status") not in _UNFINISHED
+
+
+def caller_salt(salt: str, headers: Mapping[str, str], *, upstream_key: str | None) -> str:
+    """Whose answers: the tenant's of this gateway; without such, of whoever holds the key that is passed
+    on."""
+    credentials = [headers.get(name, "") for name in ("authorization", "x-api-key")]
+    if salt or upstream_key or not any(credentials):
+        return salt
+    framed = b"".join(len(part).to_bytes(4, "little") + part.encode() for part in credentials)
+    return f"b3:{blake3(framed, derive_key_context='ostinato gateway caller v1').hexdigest()}"
+
+
+class PassedForm:
+    """:class:`~ostinato.responses.exact.Form` of an upstream's answers: content type, and body."""
+
+    def ends(self, piece: bytes) -> bool:
+        return True
+
+    def fails(self, piece: bytes) -> bool:
+        return False
+
+    def last_of(self, piece: bytes) -> bytes:
+        return piece
+
+    def failure(self, error: OstinatoError) -> bytes:
+        return str(error).encode()
+
+    def is_same(self, one: bytes, other: bytes) -> bool:
+        return one == other
+
+    def encode(self, pieces: Sequence[bytes]) -> bytes:
+        content_type, body = pieces
+        return len(content_type).to_bytes(2, "little") + content_type + body
+
+    def decode(self, data: bytes) -> list[bytes]:
+        end = 2 + int.from_bytes(data[:2], "little")
+        if len(data) < end:
+            raise ValueError("an answer without its content type")
+        return [data[2:end], data[end:]]

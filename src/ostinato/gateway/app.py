@@ -27,8 +27,10 @@ from ..providers.rules import RuleTable
 from ..server.answering import EVENT_STREAM
 from ..server.body import read_body
 from ..server.border import Border
+from ..server.caching import CACHE_HEADER, cache_control
 from ..server.settings import ServerSettings
-from .answers import AnswerCache, PassedAnswer, PassedRequest
+from ..types import CacheControl
+from .answers import AnswerCache, PassedAnswer, PassedRequest, Question, caller_salt
 from .events import EventReader
 from .events import Route as Kind
 from .planning import Planning, Sent
@@ -174,7 +176,10 @@ class Gateway:
             parsed,
             request_headers(upstream, dict(request.headers), is_open=not self.settings.api_keys),
             tenant="" if tenant is None else tenant.name,
-            salt="" if tenant is None else tenant.salt,
+            salt=caller_salt(
+                "" if tenant is None else tenant.salt, request.headers, upstream_key=upstream.key
+            ),
+            control=cache_control(request.headers, None),
         )
 
     async def models(self, _request: Request) -> Response:
@@ -264,11 +269,14 @@ class _Passing(Response):
         *,
         tenant: str,
         salt: str,
+        control: CacheControl,
     ) -> None:
         super().__init__()
         self._gateway, self._upstream, self._path, self._kind = gateway, upstream, path, kind
         self._given, self._parsed, self._passed_headers = body, parsed, headers
         self._tenant, self._salt = tenant, salt
+        self._control = control
+        self._cache_headers: list[tuple[bytes, bytes]] = []
         self._is_answered = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -296,13 +304,24 @@ class _Passing(Response):
     async def _run(self, send: Send) -> None:
         gateway, upstream = self._gateway, self._upstream
         is_stream = self._parsed.get("stream") is True
-        asked = PassedRequest(
-            self._path, upstream.name, str(self._parsed["model"]), self._salt, self._given, is_stream
-        )
+        question: Question | None = None
         if gateway.answers is not None and self._kind is not None:
-            known = await asyncio.to_thread(gateway.answers.find, asked)
-            if known is not None:
-                await _send_whole(send, 200, [(b"content-type", known.content_type)], known.body)
+            asked = PassedRequest(
+                self._path,
+                f"{upstream.name} {upstream.url}",
+                str(self._parsed["model"]),
+                self._salt,
+                self._parsed,
+                self._passed_headers,
+                self._control,
+                is_stream,
+            )
+            question = await asyncio.to_thread(gateway.answers.ask, asked)
+            self._cache_headers = [(CACHE_HEADER.encode(), question.outcome.encode())]
+            if (known := question.known) is not None:
+                age = (b"age", str(int(question.age_s)).encode())
+                headers = [(b"content-type", known.content_type), *self._cache_headers, age]
+                await _send_whole(send, 200, headers, known.body)
                 return
         body, sent = self._given, None
         if self._kind is not None:
@@ -329,8 +348,8 @@ class _Passing(Response):
         finally:
             if sent is not None:
                 await gateway.enter(sent, usage)
-        if answer is not None and gateway.answers is not None and self._kind is not None:
-            await asyncio.to_thread(gateway.answers.keep, asked, answer)
+        if answer is not None and question is not None:
+            await asyncio.to_thread(question.keep, answer)
 
     async def _whole(
         self, response: httpx2.Response, send: Send, sent: Sent | None
@@ -350,7 +369,11 @@ class _Passing(Response):
             found = parsed.get("usage") if isinstance(parsed, dict) else None
             usage = found if isinstance(found, dict) else None
             answer = PassedAnswer(content_type, body)
-        headers = [(b"content-type", content_type), *answer_headers(response.headers)]
+        headers = [
+            (b"content-type", content_type),
+            *answer_headers(response.headers),
+            *self._cache_headers,
+        ]
         self._is_answered = True
         await _send_whole(send, response.status_code, headers, body)
         return usage, answer
@@ -361,7 +384,11 @@ class _Passing(Response):
         reader = EventReader(self._kind or "chat")
         pieces: list[bytes] = []
         is_kept = self._gateway.answers is not None
-        headers = [(b"content-type", EVENT_STREAM), *answer_headers(response.headers)]
+        headers = [
+            (b"content-type", EVENT_STREAM),
+            *answer_headers(response.headers),
+            *self._cache_headers,
+        ]
         is_started = False
         async for data in body_of(self._upstream, response):
             events, fault = reader.whole_events(data)

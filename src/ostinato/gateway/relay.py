@@ -27,7 +27,9 @@ _HOP_BY_HOP: Final = frozenset(
     }
 )  # fmt: skip
 # Not for upstreams: keys are theirs, the rest is between the client and us.
-_OURS: Final = frozenset({"authorization", "x-api-key", "cookie", "x-request-id", "x-ostinato-session"})
+_OURS: Final = frozenset(
+    {"authorization", "x-api-key", "cookie", "x-request-id", "x-ostinato-cache", "x-ostinato-session"}
+)
 _NOT_BACK: Final = _HOP_BY_HOP | {
     "content-encoding",
     "content-type",

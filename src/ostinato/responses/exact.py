@@ -238,11 +238,18 @@ class Exact(Generic[P]):
 
     # ------------------------------------------------------------ keep
 
+    def file(
+        self, asked: Asked, missing: Missing, pieces: Sequence[P], is_fit: Callable[[Sequence[P]], bool]
+    ) -> None:
+        """Keeps the answer of a call that was made elsewhere, after :meth:`find` had nothing. Does not
+        wait."""
+        self._landed(asked, missing, None, pieces, is_fit)
+
     def _landed(
         self,
         asked: Asked,
         missing: Missing,
-        flight: Flight[P],
+        flight: Flight[P] | None,
         pieces: Sequence[P],
         is_fit: Callable[[Sequence[P]], bool],
     ) -> None:
@@ -259,7 +266,7 @@ class Exact(Generic[P]):
             self._observe(AnswerFiled("dropped"))
             self._remove_flight(asked.key, flight)
 
-    def _store(self, asked: Asked, epoch: int, flight: Flight[P], pieces: Sequence[P]) -> None:
+    def _store(self, asked: Asked, epoch: int, flight: Flight[P] | None, pieces: Sequence[P]) -> None:
         try:
             if not self._is_up():
                 self._observe(AnswerFiled("failed"))
@@ -295,9 +302,9 @@ class Exact(Generic[P]):
         finally:
             self._remove_flight(asked.key, flight)
 
-    def _remove_flight(self, key: bytes, flight: Flight[P]) -> None:
+    def _remove_flight(self, key: bytes, flight: Flight[P] | None) -> None:
         with self._lock:
-            if self._flights.get(key) is flight:
+            if flight is not None and self._flights.get(key) is flight:
                 del self._flights[key]
 
     def _note(self, rows: set[int], seq: int) -> None:

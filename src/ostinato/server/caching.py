@@ -8,7 +8,7 @@ from typing import Final
 
 from ..errors import ParameterError
 from ..responses.control import read_cache_control
-from ..types import GenerationRequest
+from ..types import CacheControl, GenerationRequest
 from .backend import Handle
 
 CACHE_HEADER: Final = "x-ostinato-cache"
@@ -24,13 +24,18 @@ def with_cache_control(
     Raises:
         ParameterError: the header is neither ``on`` nor ``off``.
     """
+    control = cache_control(headers, asked)
+    return [replace(request, cache_control=control) for request in requests]
+
+
+def cache_control(headers: Mapping[str, str], asked: bool | None) -> CacheControl:
+    """What headers, or the field ``cache_answer``, say of kept answers. Raises :class:`ParameterError`."""
     given = headers.get(CACHE_HEADER)
     if asked is None and given is not None:
         asked = _ASKED.get(given.strip().lower())
         if asked is None:
             raise ParameterError(f"The header {CACHE_HEADER} is 'on' or 'off'.", param=CACHE_HEADER)
-    control = read_cache_control(headers.get("cache-control"), asked)
-    return [replace(request, cache_control=control) for request in requests]
+    return read_cache_control(headers.get("cache-control"), asked)
 
 
 def cache_headers(handles: Sequence[Handle]) -> list[tuple[bytes, bytes]]:
