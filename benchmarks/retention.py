@@ -5,6 +5,10 @@ within every budget. ``accuracy`` is the mean score, ``relative`` that of the ca
 full, each with its 95 % interval (Wilson). ``summary-plain`` is our method without its preference for
 entities. Perplexity is that of real text, whose next 96 tokens are forced one by one, relative to full KV.
 
+Recall. The fact of the first turn is asked for in the turn after one that asked for something else, with what
+was dropped at hand (``recalled``), and computed anew (``computed``): accuracy, and seconds to the first
+token.
+
 The answers are taken in parts: every answer is a line of ``--records``, what stands there is not computed
 again, and ``--minutes`` ends a part. ``--report`` only writes down what is there. All tasks come in turn, so
 that parts are balanced.
@@ -120,9 +124,12 @@ class Forcing:
 
         from ostinato.engines.base import Sampled
 
-        token = next(self._left)
-        self.loss -= float(torch.log_softmax(logits[0].double(), -1)[token])
-        return {sequence_ids[0]: Sampled(token)}
+        sampled = {}
+        for sequence_id, row in zip(sequence_ids, logits, strict=True):  # none in a step amid the prompt
+            token = next(self._left)
+            self.loss -= float(torch.log_softmax(row.double(), -1)[token])
+            sampled[sequence_id] = Sampled(token)
+        return sampled
 
 
 def loss(engine: Any, tokens: list[int], method: str, budget: str) -> dict[str, Any]:
@@ -163,6 +170,61 @@ def answers(engine: Any, records: Records, options: argparse.Namespace) -> None:
                     print(f"  {task} {index} {method} {budget}: {last['score']:.2f}", flush=True)
 
 
+SMALL_TALK = "Thank you for all this. What did I send you last?"
+
+
+def recall(engine: Any, records: Records, options: argparse.Namespace) -> None:
+    """The quiet fact asked for in a turn after a turn that asked for something else.
+
+    Once by somebody whose first turn left an archive (``recalled``), once by somebody new (``computed``).
+    """
+    tokenizer = engine.runtime.tokenizer
+    prose = Prose.load(lambda text: len(tokenizer.encode(text)))
+    end_s = time.monotonic() + 60 * options.minutes
+    for case in islice(cases("quiet", prose, options.length), options.cases):
+        for budget in options.budgets:
+            for name, salt in (("recalled", "known"), ("computed", f"new {case.index} {budget}")):
+                if time.monotonic() > end_s:
+                    return
+                compute = partial(second_turn, engine, case, budget, salt)
+                if records.get("recall", case.index, name, budget, compute):
+                    last = records.lines[-1]
+                    print(f"  recall {case.index} {name} {budget}: {last['score']:.2f}", flush=True)
+
+
+def second_turn(engine: Any, case: Any, budget: str, salt: str) -> dict[str, Any]:
+    asked = {"temperature": 0, "max_tokens": ANSWER_TOKENS, "kv_budget": budget, "retention": OURS}
+    before = [*case.messages[:-1], {"role": "user", "content": SMALL_TALK}]
+    first = engine.chat(before, salt="known", **asked)
+    messages = [*before, {"role": "assistant", "content": first.text}, case.messages[-1]]
+    reply = engine.chat(messages, salt=salt, **asked)
+    return {
+        "score": case.score(reply.text),
+        "recalled_tokens": reply.usage.recalled_tokens,
+        "prompt_tokens": reply.usage.prompt_tokens,
+        "ttft_s": round(reply.usage.ttft_s, 3),
+    }
+
+
+def recall_table(lines: list[dict[str, Any]]) -> dict[str, Any]:
+    by: dict[str, dict[str, list[dict[str, Any]]]] = defaultdict(lambda: defaultdict(list))
+    for line in lines:
+        if line["task"] == "recall":
+            by[line["budget"]][line["method"]].append(line)
+    table: dict[str, Any] = {}
+    for budget, found in by.items():
+        for name, ones in found.items():
+            mean = statistics.mean(one["score"] for one in ones)
+            table.setdefault(budget, {})[name] = {
+                "accuracy": round(mean, 3),
+                "accuracy_interval": wilson(mean, len(ones)),
+                "cases": len(ones),
+                "ttft_s": spread([one["ttft_s"] for one in ones], 2),
+                "recalled_tokens": round(statistics.mean(one["recalled_tokens"] for one in ones)),
+            }
+    return table
+
+
 def wilson(mean: float, count: int) -> tuple[float, float]:
     """The 95 % interval of a share."""
     if not count:
@@ -177,7 +239,8 @@ def summary(lines: list[dict[str, Any]]) -> tuple[dict[str, Any], dict[str, floa
     """Per task, method and budget; and the mean of ``relative`` over the tasks, by ``method budget``."""
     by: dict[tuple[str, str, str], dict[int, float]] = defaultdict(dict)
     for line in lines:
-        by[line["task"], line["method"], line["budget"]][line["index"]] = line["score"]
+        if line["task"] != "recall":
+            by[line["task"], line["method"], line["budget"]][line["index"]] = line["score"]
     tables: dict[str, Any] = {}
     relatives: dict[str, list[float]] = defaultdict(list)
     for (task, method, budget), scores in sorted(by.items()):
@@ -274,7 +337,11 @@ def main() -> None:
     records = Records(options.records, {"model": options.model, "length": options.length})
     details: dict[str, Any] = {"length": options.length}
     headline: dict[str, Any] = {}
-    with ostinato.load(options.model, kv_cache="1GiB", policy="lru") as engine:
+    settings: dict[str, Any] = {"kv_cache": "1GiB", "policy": "lru"}
+    if not options.report:
+        with ostinato.load(options.model, kv_recall="1GiB", **settings) as engine:
+            recall(engine, records, options)
+    with ostinato.load(options.model, **settings) as engine:
         if not options.report:
             answers(engine, records, options)
         if options.rounds:
@@ -285,6 +352,7 @@ def main() -> None:
                 "kv_peak_ratio_50": round(found["half"] / found["full"], 4),
             }
     details["tasks"], details["relative"] = summary(records.lines)
+    details["recall"] = recall_table(records.lines)
     for budget in ("50", "25"):
         ours = details["relative"].get(f"{OURS} {budget}%")
         others = {
