@@ -83,7 +83,7 @@ def ran(ttft_s: float, wall_s: float) -> Run:
 
 def test_a_ratio_above_one_says_that_ours_is_better(tokenizer: Tokenizer, tmp_path: Path) -> None:
     tokenizer.save(str(tmp_path / "tokenizer.json"))
-    options = argparse.Namespace(sessions=str(tmp_path), workloads=["short"], repeat_within=2.0)
+    options = argparse.Namespace(sessions=str(tmp_path), workloads=["short"], minutes=1.0)
     benchmark = Benchmark(options, tmp_path)
     benchmark.whats["short"] = ""
     benchmark.runs["ostinato"]["short"] = {0: ran(1.0, 2.0), 1: ran(2.0, 4.0)}
