@@ -208,7 +208,7 @@ def serve(model: str | None, **options: Any) -> None:
             raise click.UsageError("give MODEL or upstreams, not both")
         cli_gateway.run_gateway(_settings(None, **options), urls, file, mode, rule_files)
         return
-    from .library import build_runtime
+    from .building import build_runtime
     from .models.progress import RichProgress
     from .ports import SystemClock
     from .response_caches import with_answers
@@ -309,7 +309,8 @@ def chat(
     **options: Any,
 ) -> None:
     """Talk to MODEL in the terminal; each turn shows what was reused."""
-    from .library import Engine, build_runtime
+    from .building import build_runtime
+    from .library import Engine
     from .models.progress import RichProgress
     from .ports import SystemClock
     from .terminal import converse

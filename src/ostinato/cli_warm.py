@@ -121,7 +121,7 @@ def _warm_url(log: Path, url: str, settings: Settings, options: dict[str, Any]) 
 
 
 def _warm_tier(log: Path, settings: Settings, options: dict[str, Any]) -> Outcome:
-    from .library import build_runtime
+    from .building import build_runtime
     from .models.progress import RichProgress
     from .ports import SystemClock
     from .warming.background import Outcome, encode_for
