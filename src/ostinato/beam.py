@@ -14,7 +14,8 @@ from queue import SimpleQueue
 from typing import Any, Literal
 
 from .errors import ParameterError
-from .runtime import MAX_TOP_LOGPROBS, Prepared, Runtime
+from .parameters import MAX_TOP_LOGPROBS
+from .runtime import Prepared, Runtime
 from .types import Chunk, GenerationRequest, SamplingParams
 
 MAX_BEAMS = MAX_TOP_LOGPROBS // 2

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -210,3 +213,26 @@ def test_models_that_cannot_are_refused_by_name(name: str, reason: str) -> None:
 
     with pytest.raises(ParameterError, match=f"{name} cannot be kept within a KV budget: .*{reason}"):
         check_retention(Retention(100), loaded(name).info, name)
+
+
+def test_a_model_that_cannot_is_refused_at_the_start(folder: Path, tmp_path: Path) -> None:
+    """And its thread ends: it used to wait for requests for ever, and whoever loaded for the thread."""
+    windowed = shutil.copytree(folder, tmp_path / "windowed")
+    config = json.loads((windowed / "config.json").read_text())
+    config |= {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": 64}
+    (windowed / "config.json").write_text(json.dumps(config))
+    told: list[Exception] = []
+
+    def load() -> None:
+        try:
+            ostinato.load(windowed, kv_cache=400 * BLOCK_BYTES, kv_budget="50%")
+        except ParameterError as error:
+            told.append(error)
+
+    loading = threading.Thread(target=load, daemon=True)
+    loading.start()
+    loading.join(60)
+    assert not loading.is_alive(), "it hangs"
+    assert "sliding window" in str(told[0])
+    with ostinato.load(windowed, kv_cache=400 * BLOCK_BYTES) as engine:
+        assert engine.chat(TALK, **OPTIONS).usage.completion_tokens == 8
