@@ -34,7 +34,8 @@ from .errors import (
 from .events import AnswerOutcome, Event, Observer, RequestFinished
 from .kv.hashing import Namespace
 from .kv.keeper import CacheSummary, Keeper, PurgeReport
-from .kv.manager import CacheView, KVManager, Lease
+from .kv.lease import Lease
+from .kv.manager import CacheView, KVManager
 from .kv.pins import Pin
 from .kv.sessions import Sessions
 from .kv.terms import Selection, Terms, prompt_id

@@ -18,7 +18,8 @@ from naive_kv import POLICIES, NaiveIndex, as_array
 from ostinato.errors import PinRefusedError
 from ostinato.events import BlocksEvicted, BlocksStored
 from ostinato.kv.hashing import Namespace
-from ostinato.kv.manager import KVManager, Lease
+from ostinato.kv.lease import Lease
+from ostinato.kv.manager import KVManager
 from ostinato.kv.terms import Allowance, Allowances, Purged, Selection, Terms, prompt_id
 from ostinato.types import SlotCopy
 

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from ostinato.kv.hashing import BlockKey, Namespace, block_keys
-from ostinato.kv.manager import KVManager, Lease
+from ostinato.kv.lease import Lease
+from ostinato.kv.manager import KVManager
 from ostinato.kv.tiers.base import Found, Outcome, Status
 from ostinato.kv.tiers.shared import SharedTier
 from ostinato.kv.transfer import Chain, Rates, TierLink, WriteBack

@@ -2,7 +2,7 @@
 
 Every step runs one row for each sequence that is decoding and spends what is left of the step's token
 budget on prompts, so that sequences join and leave at every step. A sequence's KV is held by its lease
-(:class:`~ostinato.kv.manager.Lease`) from admission to end; what it computed becomes findable when it is
+(:class:`~ostinato.kv.lease.Lease`) from admission to end; what it computed becomes findable when it is
 written, chunk by chunk. When room runs out the youngest sequence gives its blocks back and waits again:
 what it had computed stays findable as long as nobody needs the room, so coming back is a look-up.
 
@@ -22,7 +22,8 @@ import numpy as np
 
 from ..errors import DeadlineError, EngineError, QueueFullError, ShuttingDownError
 from ..events import Observer, Preempted, StepFinished
-from ..kv.manager import KVManager, Lease
+from ..kv.lease import Lease
+from ..kv.manager import KVManager
 from ..kv.policy import RequestHints
 from ..kv.sessions import Sessions, outlook_of
 from ..kv.tending import Tender

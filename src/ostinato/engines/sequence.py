@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 from ..kv.hashing import Namespace
+from ..kv.lease import Lease
 from ..kv.loading import Load
-from ..kv.manager import Lease
 from ..kv.terms import NO_TERMS, Terms
 from ..kv.transfer import Chain
 from ..retention.keeping import Keeping, StepRows

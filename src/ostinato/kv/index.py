@@ -50,7 +50,8 @@ from .nodes import (
     Tree,
     assemble,
     check_node,
-    common_tokens,
+    walk,
+    walk_living,
 )
 from .policy import (
     EvictionPolicy,
@@ -97,7 +98,7 @@ class PrefixIndex:
     def peek(self, namespace: str, tokens: bytes, now_s: float = 0.0) -> int:
         """Length of the longest prefix of ``tokens`` that is here."""
         tree = self._trees.get(namespace)
-        return 0 if tree is None else self._walk_living(tree.root, tokens, now_s)[1]
+        return 0 if tree is None else walk_living(tree.root, tokens, now_s)[1]
 
     def match(self, namespace: str, tokens: bytes, max_tokens: int, moment: Moment) -> Match:
         """The longest prefix that is here, cut at ``max_tokens``; ``moment`` uses what it runs through.
@@ -108,7 +109,7 @@ class PrefixIndex:
         tree = self._trees.get(namespace)
         if tree is None:
             return NO_MATCH
-        path, found = self._walk_living(tree.root, tokens, moment.now_s)
+        path, found = walk_living(tree.root, tokens, moment.now_s)
         parts = bool(path) and found < path[-1].end_tokens and found * TOKEN_BYTES < len(tokens)
         for node in path[:-1] if parts else path:
             node.num_uses += 1
@@ -122,7 +123,7 @@ class PrefixIndex:
         what is abandoned or over; to rules with a history it is something to judge by. A use makes it void.
         """
         tree = self._trees.get(namespace)
-        path, found = ([], 0) if tree is None else self._walk(tree.root, tokens)
+        path, found = ([], 0) if tree is None else walk(tree.root, tokens)
         num_tokens = 0
         if not path or path[-1].children or found < path[-1].end_tokens:
             return 0  # something went on from there
@@ -157,30 +158,6 @@ class PrefixIndex:
         tree = self._trees.get(namespace)
         return 0 if tree is None else tree.num_tokens
 
-    def _walk(self, root: Node, tokens: bytes) -> tuple[list[Node], int]:
-        """The nodes that ``tokens`` run through, root excluded, and how many tokens they match."""
-        path: list[Node] = []
-        node, at, end = root, 0, len(tokens)
-        while at < end:
-            child = node.children.get(tokens[at : at + TOKEN_BYTES])
-            if child is None:
-                break
-            path.append(child)
-            if not tokens.startswith(child.tokens, at):
-                at += TOKEN_BYTES * common_tokens(child.tokens, tokens, at)
-                break
-            at += len(child.tokens)
-            node = child
-        return path, at // TOKEN_BYTES
-
-    def _walk_living(self, root: Node, tokens: bytes, now_s: float) -> tuple[list[Node], int]:
-        """The same up to what has expired, which a lease may still hold."""
-        path, found = self._walk(root, tokens)
-        for place, node in enumerate(path):
-            if node.expires_s <= now_s and not node.num_pins:
-                return path[:place], node.depth_tokens
-        return path, found
-
     # ------------------------------------------------------------ insert
 
     def insert(
@@ -199,7 +176,7 @@ class PrefixIndex:
         if tree is None:
             tree = self._trees[namespace] = Tree(namespace)
         cuts = [] if self._history is None else self._observe(use or Use(namespace), tokens)
-        path, found = self._walk(tree.root, tokens)
+        path, found = walk(tree.root, tokens)
         if found == num_tokens:
             if self._history is not None:
                 self._part_tail(path, found)
@@ -452,7 +429,7 @@ class PrefixIndex:
         tree = self._trees.get(namespace)
         num_tokens = len(tokens) // TOKEN_BYTES
         assert tree is not None, "pinned what is not here"
-        path, found = self._walk(tree.root, tokens)
+        path, found = walk(tree.root, tokens)
         assert found == num_tokens > 0, f"pinned {num_tokens} tokens, of which {found} are here"
         if found < path[-1].end_tokens:
             path[-1] = self._split(path[-1], found)
@@ -463,11 +440,11 @@ class PrefixIndex:
     def meets(self, namespace: str, tokens: bytes, is_meant: Callable[[Node], bool]) -> bool:
         """Whether a node that ``tokens`` run through is meant."""
         tree = self._trees.get(namespace)
-        return tree is not None and any(map(is_meant, self._walk(tree.root, tokens)[0]))
+        return tree is not None and any(map(is_meant, walk(tree.root, tokens)[0]))
 
     def unpin(self, namespace: str, tokens: bytes) -> None:
         """The way back, of one call of :meth:`pin`."""
-        path, found = self._walk(self._trees[namespace].root, tokens)
+        path, found = walk(self._trees[namespace].root, tokens)
         assert found * TOKEN_BYTES == len(tokens), "a pinned prefix is gone"
         for node in path:
             assert node.num_pins > 0, "unpinned more often than pinned"

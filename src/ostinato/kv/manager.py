@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from math import inf
 from threading import Lock
-from types import TracebackType
 
 import numpy as np
-import numpy.typing as npt
 
 from ostinato.errors import PinRefusedError
 from ostinato.events import BlocksEvicted, BlocksStored, Event, EvictionReason, Observer, PrefixLookedUp
@@ -18,9 +16,10 @@ from ostinato.types import BlockIds, SlotCopy, TokenArray
 
 from .hashing import Namespace
 from .index import PrefixIndex
+from .lease import Lease, as_block_ids
 from .nodes import NOTHING_NEW, TOKEN_BYTES, Match, Moment, Node
 from .pins import Pin, Pins
-from .policy import LRU, NO_HINTS, EvictionPolicy, HistoryPolicy, Outlook, RequestHints, Use
+from .policy import LRU, NO_HINTS, EvictionPolicy, HistoryPolicy, Outlook, RequestHints
 from .pool import BlockPool, BlockTable
 from .tenants import TenantBooks
 from .terms import FREE_FOR_ALL, NO_TERMS, Allowances, Purged, Selection, TenantUse, Terms, model_id
@@ -157,7 +156,7 @@ class KVManager:
             match = self._index.match(namespace.digest, data, max(0, len(tokens) - 1), moment)
             self._pool.hold(match.blocks)
             if match.overridden:
-                self._pool.hold(_as_block_ids(match.overridden))
+                self._pool.hold(as_block_ids(match.overridden))
             lease = Lease(self, namespace, match, data[: match.num_tokens * TOKEN_BYTES], hints, terms)
             self._leases.add(lease)
         self._emit_evicted(*expired, "expired")
@@ -273,7 +272,7 @@ class KVManager:
                 lost.update(block_ids.tolist())
             for lease in self._leases:
                 lease._is_purged |= self._is_of(lease, selection, lost)
-            num_held = self._pool.count_held(_as_block_ids(lost))
+            num_held = self._pool.count_held(as_block_ids(lost))
             num_freed = self._pool.num_free - num_free
         if self.on_purge is not None:
             self.on_purge()
@@ -416,7 +415,7 @@ class KVManager:
                 self._books.took(lease.namespace.tenant, fresh)
             staying = np.concatenate([ids[:num_blocks], own[:num_needed], fresh])
             also_held = lease._also_held if lease._source is None else lease._also_held | {lease._source}
-            self._release_blocks(np.concatenate([np.setdiff1d(ids, staying), _as_block_ids(also_held)]))
+            self._release_blocks(np.concatenate([np.setdiff1d(ids, staying), as_block_ids(also_held)]))
             lease._also_held, lease._source = set(), None
             lease._table = BlockTable(staying, size)
             lease.prefix_len = min(lease.prefix_len, num_blocks * size)
@@ -449,7 +448,7 @@ class KVManager:
         num_free, num_tokens = self._pool.num_free, self._index.num_tokens
         self._index.forget()
         self._pins.restore(self._rank, self._now_s(), Moment)
-        self._release_blocks(_as_block_ids(lease._also_held))
+        self._release_blocks(as_block_ids(lease._also_held))
         lease._also_held.clear()
         lease._needs_copy = lease._needs_copy and self._pins.holds(int(lease._table.ids[-1]))
         return self._pool.num_free - num_free, num_tokens - self._index.num_tokens
@@ -478,7 +477,7 @@ class KVManager:
             if inserted.path is not None:
                 self._hold_path(lease, inserted.path)
             if lease._source is not None:
-                self._release_blocks(_as_block_ids((lease._source,)))
+                self._release_blocks(as_block_ids((lease._source,)))
                 lease._source = None
         if inserted.num_tokens:
             self._emit(BlocksStored(inserted.num_tokens, inserted.num_blocks))
@@ -493,7 +492,7 @@ class KVManager:
         strangers = path.blocks[path.blocks != lease._table.ids[: len(path.blocks)]]
         if len(strangers) or path.overridden:
             fresh = path.overridden.union(strangers.tolist()) - lease._also_held
-            self._pool.hold(_as_block_ids(fresh))
+            self._pool.hold(as_block_ids(fresh))
             lease._also_held |= fresh
 
     def _release(self, lease: Lease) -> None:
@@ -505,9 +504,9 @@ class KVManager:
             self._leases.remove(lease)
             self._release_blocks(lease._table.ids)
             if lease._also_held:
-                self._release_blocks(_as_block_ids(lease._also_held))
+                self._release_blocks(as_block_ids(lease._also_held))
             if lease._source is not None:
-                self._release_blocks(_as_block_ids((lease._source,)))
+                self._release_blocks(as_block_ids((lease._source,)))
             given_up = self._give_up_excess(lease.namespace.tenant)
         self._emit_evicted(*given_up, "quota")
 
@@ -542,163 +541,6 @@ class KVManager:
         return self._index.expire(now_s)
 
 
-class Lease:
-    """What one request holds: a prefix that was found, and the blocks it grows into.
-
-    Leaving the ``with`` block always releases. Token indices count from the start of the sequence, and the
-    table covers ``[0, num_tokens_reserved)``. Slots before ``prefix_len`` are shared: read them, never write.
-    """
-
-    __slots__ = (
-        "_also_held",
-        "_copies",
-        "_is_purged",
-        "_is_recast",
-        "_is_released",
-        "_manager",
-        "_needs_copy",
-        "_source",
-        "_table",
-        "_terms",
-        "_tokens",
-        "_use",
-        "namespace",
-        "prefix_len",
-    )
-
-    def __init__(
-        self,
-        manager: KVManager,
-        namespace: Namespace,
-        match: Match,
-        tokens: bytes,
-        hints: RequestHints,
-        terms: Terms,
-    ) -> None:
-        self.namespace = namespace
-        self.prefix_len = match.num_tokens
-        self._manager = manager
-        self._table = BlockTable(match.blocks, manager.block_size)
-        self._needs_copy = match.num_tokens % manager.block_size != 0  # the last block is not ours to write
-        self._copies: tuple[SlotCopy, ...] = ()
-        self._source: int | None = None  # of a copy that may not have run yet
-        self._also_held = set(match.overridden)
-        self._tokens = tokens  # found or committed so far
-        self._use = Use(namespace.digest, hints)
-        self._terms = terms
-        self._is_purged = False
-        self._is_recast = False
-        self._is_released = False
-
-    def __enter__(self) -> Lease:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.release()
-
-    @property
-    def num_tokens_reserved(self) -> int:
-        """How many tokens the table has room for. A shared last block counts up to the hit only."""
-        return self.prefix_len if self._needs_copy else self._table.num_blocks * self._manager.block_size
-
-    @property
-    def terms(self) -> Terms:
-        """For how long and under which name its tokens are kept."""
-        return self._terms
-
-    @property
-    def is_purged(self) -> bool:
-        """Whether a purge has caught it: what it computes is its own, and is not kept anywhere."""
-        return self._is_purged
-
-    @property
-    def block_ids(self) -> BlockIds:
-        """The block table, int. Do not write to it; it is valid until the next ``reserve``."""
-        return self._table.ids
-
-    def reserve(self, num_tokens: int, *, spare_tokens: int = 0) -> bool:
-        """Makes room for the tokens ``[0, num_tokens)``, evicting what nobody holds where that is needed.
-
-        ``False``: there is not room now, and nothing changed. The only lease there is can always have all
-        of the arena. ``spare_tokens`` more are taken if they are free and continue the last block.
-
-        The first growth after a hit that ends inside a block replaces that block by a private copy:
-        ``take_copies`` afterwards.
-        """
-        assert not self._is_released, "reserved on a released lease"
-        return num_tokens <= self.num_tokens_reserved or self._manager._reserve(
-            self, num_tokens, spare_tokens
-        )
-
-    def take_copies(self) -> tuple[SlotCopy, ...]:
-        """The copies to run before anything is written or read, each handed out once.
-
-        Their sources stay as they are until the first ``commit`` of more than the hit, or ``release``.
-        """
-        copies, self._copies = self._copies, ()
-        return copies
-
-    def slots(self, start: int, end: int) -> TokenArray:
-        """Slots of the tokens ``[start, end)``: int32, shape ``(end - start,)``."""
-        self._check_range(start, end)
-        return self._table.slots(start, end)
-
-    def commit(self, tokens: TokenArray) -> int:
-        """Makes ``tokens``, the whole sequence so far, findable: all of its KV is written.
-
-        May be called as often as the sequence grows; the owner goes on writing behind ``tokens`` in the last
-        block. A commit of no more than the hit does nothing: the lease has written nothing yet. Returns how
-        many tokens became newly findable, and emits ``BlocksStored`` if any did.
-        """
-        return self._manager._commit(self, tokens)
-
-    def recast(self, num_blocks: int, num_tokens: int) -> int | None:
-        """Of a sequence that drops tokens: a table of room for ``num_tokens`` places in all.
-
-        Up to ``num_blocks`` leading blocks stay as they are: their number is returned. All others are the
-        lease's own from here on, blocks that somebody else can find having been replaced. Whoever asks moves
-        what is kept there, from the blocks of the table as it was, before anybody else gets to write; copies
-        that were taken have run. Nothing can be committed any more: what was committed stays findable.
-        ``None``: there is not room now, and nothing changed.
-        """
-        return self._manager._recast(self, num_blocks, num_tokens)
-
-    def note_output(self, num_tokens: int) -> None:
-        """Says how long the answer is, before it is committed; for the policy."""
-        self._use.hints = replace(self._use.hints, output_tokens=num_tokens)
-
-    def release(self) -> None:
-        """Lets go of everything; again is nothing. What was not committed is as if it never was."""
-        self._manager._release(self)
-
-    def _check_range(self, start: int, end: int) -> None:
-        assert not self._is_released, "read the table of a released lease"
-        assert 0 <= start <= end <= self.num_tokens_reserved, (
-            f"tokens [{start}, {end}) of {self.num_tokens_reserved} reserved"
-        )
-
-    @property
-    def _num_shared_blocks(self) -> int:
-        """Leading blocks that others may find: of the hit, and of what was committed."""
-        num_tokens = max(self.prefix_len, len(self._tokens) // TOKEN_BYTES)
-        return -(-num_tokens // self._manager.block_size)
-
-    def _held_blocks(self) -> set[int]:
-        held = self._also_held.union(self._table.ids.tolist())
-        return held if self._source is None else held | {self._source}
-
-    def _tally(self, holds: npt.NDArray[np.int32]) -> None:
-        """Adds what this lease holds to every block's count."""
-        holds[self._table.ids] += 1
-        holds[_as_block_ids(self._also_held)] += 1
-        if self._source is not None:
-            holds[self._source] += 1
-        assert len(set(self._table.ids.tolist())) == self._table.num_blocks, "a block is in a table twice"
-        assert len(self._tokens) <= TOKEN_BYTES * self.num_tokens_reserved
-
-
 @dataclass(frozen=True, slots=True)
 class CacheView:
     """A manager as one namespace sees it: what users pass as ``cache``."""
@@ -716,7 +558,3 @@ def _as_bytes(tokens: TokenArray) -> bytes:
     assert tokens.dtype == np.int32, f"tokens are {tokens.dtype}, not int32"
     assert tokens.ndim == 1, f"tokens have shape {tokens.shape}"
     return tokens.tobytes()
-
-
-def _as_block_ids(block_ids: Collection[int]) -> BlockIds:
-    return np.fromiter(block_ids, np.intp, len(block_ids))

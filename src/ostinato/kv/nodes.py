@@ -164,6 +164,32 @@ class Deadlines:
             )
 
 
+def walk(root: Node, tokens: bytes) -> tuple[list[Node], int]:
+    """The nodes that ``tokens`` run through, root excluded, and how many tokens they match."""
+    path: list[Node] = []
+    node, at, end = root, 0, len(tokens)
+    while at < end:
+        child = node.children.get(tokens[at : at + TOKEN_BYTES])
+        if child is None:
+            break
+        path.append(child)
+        if not tokens.startswith(child.tokens, at):
+            at += TOKEN_BYTES * common_tokens(child.tokens, tokens, at)
+            break
+        at += len(child.tokens)
+        node = child
+    return path, at // TOKEN_BYTES
+
+
+def walk_living(root: Node, tokens: bytes, now_s: float) -> tuple[list[Node], int]:
+    """The same up to what has expired, which a lease may still hold."""
+    path, found = walk(root, tokens)
+    for place, node in enumerate(path):
+        if node.expires_s <= now_s and not node.num_pins:
+            return path[:place], node.depth_tokens
+    return path, found
+
+
 def assemble(path: list[Node], num_tokens: int, block_size: int) -> Match:
     """The table of the first ``num_tokens`` tokens of ``path``."""
     num_blocks = -(-num_tokens // block_size)

@@ -65,7 +65,7 @@ class RequestHints:
     """What a caller may know of a request beyond its tokens. Every field is optional and only a hint.
 
     ``input_tokens`` of the sequence are the prompt; ``output_tokens``, the answer's length, is often known
-    at the end only (:meth:`~ostinato.kv.manager.Lease.note_output`).
+    at the end only (:meth:`~ostinato.kv.lease.Lease.note_output`).
     ``has_part_block``: the last token stands for a block that is not full (a trace of blocks), so that
     nothing longer can continue it.
     """

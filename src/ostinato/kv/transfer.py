@@ -23,8 +23,8 @@ from ostinato.types import Plan, SlotCopy, TokenArray
 
 from .approximate import ApproximateSlots
 from .hashing import NO_PARENT, BlockKey, Namespace, block_keys
+from .lease import Lease
 from .loading import BlockCodec, Load, Loader
-from .manager import Lease
 from .terms import NO_TERMS, Origin, Terms, model_id
 from .tiers.base import Outcome, Tier
 

@@ -19,7 +19,8 @@ from blake3 import blake3
 
 from ostinato.errors import PinRefusedError
 from ostinato.kv.hashing import BlockKey, Namespace
-from ostinato.kv.manager import KVManager, Lease
+from ostinato.kv.lease import Lease
+from ostinato.kv.manager import KVManager
 from ostinato.kv.policy import EvictionPolicy, HistoryPolicy, Outlook
 from ostinato.kv.terms import (
     NO_TERMS,

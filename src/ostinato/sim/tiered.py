@@ -18,8 +18,8 @@ from typing import Final, Protocol
 import numpy as np
 
 from ostinato.kv.hashing import BlockKey, Namespace
+from ostinato.kv.lease import Lease
 from ostinato.kv.loading import Load
-from ostinato.kv.manager import Lease
 from ostinato.kv.tiers.base import Found, Outcome, Tier, TierUse
 from ostinato.kv.tiers.shared import SharedTier
 from ostinato.kv.transfer import Chain, TierLink
