@@ -16,7 +16,7 @@ asked without waiting.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
@@ -40,6 +40,7 @@ from ..terms import (
 )
 from .base import Content, Found, Miss, Outcome, Status, TierCounters, TierUse
 from .books import Books
+from .drops import BATCH, REVOKED, Drops
 from .folder import FORMAT, Folder, Geometry, read_geometry
 from .ledger import Purge, purge_of
 from .ranks import BUSY, Ranks
@@ -47,9 +48,6 @@ from .records import CHECKSUM_BYTES, NEVER_MS, READY, WRITING, Record
 from .slab import Slab, is_in_memory
 from .slots import Slots
 
-_BATCH = 256  # records looked at in one transaction by what works in the background
-_REVOKED = 0  # the version of a record whose writer must not publish it
-_WIPE_BATCH = 8  # slots overwritten in one transaction: nobody else can take a slot meanwhile
 _NO_CHECKSUM = bytes(CHECKSUM_BYTES)
 
 
@@ -106,6 +104,15 @@ class SharedTier:
                 counters=self.counters,
                 is_abandoned=self._writes.is_abandoned,
             )
+            self._drops = Drops(
+                self._env,
+                self._books,
+                self._ranks,
+                self._slots,
+                self._slab,
+                slot_bytes=self.slot_bytes,
+                is_abandoned=self._writes.is_abandoned,
+            )
             self._env.reader_check()
             self._reclaim_abandoned()
             if folder.is_alone:
@@ -144,7 +151,7 @@ class SharedTier:
             TierError: not our folder, no permission, no room, in use with other sizes, or open already.
         """
         assert slot_bytes >= 1, f"slots of {slot_bytes} bytes"
-        assert version > _REVOKED, f"version {version}"
+        assert version > REVOKED, f"version {version}"
         num_slots = capacity_bytes // slot_bytes
         assert num_slots >= 1, f"{capacity_bytes} bytes hold no slot of {slot_bytes}"
         return cls(Folder(path, Geometry(FORMAT, slot_bytes, num_slots)), version, clock, allowances)
@@ -225,7 +232,7 @@ class SharedTier:
             return Miss.ABSENT
         record = self._books.decode(key.hash, data)
         if record is None:
-            self._forget(key.hash, data)
+            self._drops.forget(key.hash, data)
             return Miss.CORRUPT
         if record.state == WRITING:
             return Miss.PENDING
@@ -237,7 +244,7 @@ class SharedTier:
         if self._data(key.hash) != data:
             return Miss.OVERTAKEN
         if checksum != record.checksum:
-            self._forget(key.hash, data)
+            self._drops.forget(key.hash, data)
             return Miss.CORRUPT
         return None
 
@@ -313,7 +320,7 @@ class SharedTier:
         if known is not None and known.state == WRITING and not self._writes.is_abandoned(known):
             return Outcome.PENDING
         if data is not None:
-            self._drop(txn, key.hash, data)
+            self._drops.drop(txn, key.hash, data)
         new = self._new_record(key, num_bytes, now_ms)
         if self._books.ledger.is_recalled(txn, key.origin.epoch, new):
             return Outcome.REFUSED
@@ -367,7 +374,7 @@ class SharedTier:
                         continue
                     if self._books.ledger.is_recalled(txn, key.origin.epoch, record):
                         pending = record._replace(state=WRITING, checksum=_NO_CHECKSUM)
-                        self._revoke(txn, key.hash, pending)
+                        self._drops.revoke(txn, key.hash, pending)
                         outcomes.append(Outcome.REFUSED)
                         continue
                     self._books.put(txn, key.hash, record)
@@ -384,80 +391,21 @@ class SharedTier:
             left = self._data(key.hash)
             found = self._books.decode(key.hash, left)
             if left and found and found.state == WRITING and found.generation == record.generation:
-                self._forget(key.hash, left)
+                self._drops.forget(key.hash, left)
 
     # ------------------------------------------------------------ dropping
 
-    def drop_stale(self, limit: int = _BATCH) -> int:
+    def drop_stale(self, limit: int = BATCH) -> int:
         """Forgets up to ``limit`` blocks of lower versions; for the background. Returns how many."""
-        dropped = self._drop_where(lambda record: record.version < self._version, limit=limit)
+        dropped = self._drops.where(lambda record: record.version < self._version, limit=limit)
         self.counters.dropped_stale += dropped
         return dropped
 
     def _reclaim_abandoned(self) -> None:
         """Frees what dead processes were writing, and what an earlier bearer of our number was."""
-        self.counters.reclaimed += self._drop_where(
+        self.counters.reclaimed += self._drops.where(
             lambda record: record.state == WRITING and self._writes.is_abandoned(record), limit=self.num_slots
         )
-
-    def _drop_where(self, is_meant: Callable[[Record], bool], *, limit: int, wipe: bool = False) -> int:
-        """Drops what is meant and what is damaged, in short transactions so that no writer waits long.
-
-        ``wipe``: payloads are overwritten as well.
-        """
-        batch = _WIPE_BATCH if wipe else _BATCH
-        meant: list[tuple[bytes, bytes]] = []
-        with self._env.begin() as txn:
-            for name, data in self._books.items(txn):
-                record = self._books.decode(name, data)
-                if record is None or is_meant(record):
-                    meant.append((name, data))
-                    if len(meant) == limit:
-                        break
-        num_dropped = 0
-        with suppress(lmdb.Error):  # no room even to forget: the next round, or eviction, will
-            for start in range(0, len(meant), batch):
-                with self._env.begin(write=True) as txn:
-                    for name, data in meant[start : start + batch]:
-                        if self._books.data(txn, name) == data:
-                            self._drop_or_revoke(txn, name, data, wipe=wipe)
-                            num_dropped += 1
-        return num_dropped
-
-    def _drop_or_revoke(self, txn: lmdb.Transaction, name: bytes, data: bytes, *, wipe: bool) -> None:
-        """Inside a transaction: what is being written keeps its slot until then, but is not published."""
-        record = self._books.decode(name, data)
-        if record is not None and record.state == WRITING and not self._writes.is_abandoned(record):
-            self._revoke(txn, name, record)
-        else:
-            self._drop(txn, name, data, wipe=wipe)
-
-    def _revoke(self, txn: lmdb.Transaction, name: bytes, record: Record) -> None:
-        self._books.put(txn, name, record._replace(version=_REVOKED))
-
-    def _forget(self, name: bytes, data: bytes) -> None:
-        """Drops a record if it still is ``data``."""
-        with suppress(lmdb.Error), self._env.begin(write=True) as txn:
-            if self._books.data(txn, name) == data:
-                self._drop(txn, name, data)
-
-    def _drop(self, txn: lmdb.Transaction, name: bytes, data: bytes, *, wipe: bool = False) -> None:
-        """Inside a transaction: the record goes, and its slot is free if it still is that record's.
-
-        ``wipe``: nobody can read what was in the slot any more. So it is with what was revoked.
-        """
-        freed = self._books.drop(txn, name, data)
-        if freed is None:
-            return
-        if wipe or freed.version == _REVOKED:
-            self._wipe(freed)
-        self._ranks.set(freed.slot, 0)
-        self._slots.note_freed()
-
-    def _wipe(self, record: Record) -> None:
-        with suppress(OSError):  # no memory left for a slot is nothing left in it
-            zeros = memoryview(bytes(record.payload_bytes))
-            self._slab.write(record.slot * self.slot_bytes, [zeros])
 
     # ------------------------------------------------------------ purges and terms
 
@@ -507,9 +455,9 @@ class SharedTier:
             return 0
 
         def is_meant(record: Record) -> bool:
-            return record.version != _REVOKED and any(purge.takes(record) for _, purge in pending)
+            return record.version != REVOKED and any(purge.takes(record) for _, purge in pending)
 
-        num_purged = self._drop_where(is_meant, limit=self.num_slots, wipe=True)
+        num_purged = self._drops.where(is_meant, limit=self.num_slots, wipe=True)
         self.counters.purged += num_purged
         with suppress(lmdb.Error), self._env.begin(write=True) as txn:
             if not any(is_meant(record) for record in self._books.records(txn)):
@@ -547,7 +495,7 @@ class SharedTier:
         assert self._clock is not None, "a TTL needs a clock"
         return min(NEVER_MS - 1, now_ms + int(ttl_s * 1000))
 
-    def drop_expired(self, limit: int = _BATCH) -> int:
+    def drop_expired(self, limit: int = BATCH) -> int:
         """Forgets up to ``limit`` blocks whose time is up; for the background. Returns how many."""
         num_dropped = 0
         with suppress(lmdb.Error), self._env.begin(write=True) as txn:
@@ -555,7 +503,7 @@ class SharedTier:
                 name = self._books.name_in(txn, slot)
                 data = None if name is None else self._books.data(txn, name)
                 if name is not None and data is not None:
-                    self._drop_or_revoke(txn, name, data, wipe=False)
+                    self._drops.drop_or_revoke(txn, name, data, wipe=False)
                     num_dropped += 1
         self.counters.expired += num_dropped
         return num_dropped
