@@ -25,8 +25,7 @@ from .types import Retention
 if TYPE_CHECKING:
     from .engines.base import RunnerInfo
     from .engines.batching import Batcher
-    from .engines.hf import LoadedModel
-    from .engines.runners import PagedRunner, StatefulRunner
+    from .engines.runners import LoadedModel, PagedRunner, StatefulRunner
     from .engines.worker import Worker
     from .events import Event, Observer
     from .kv.manager import KVManager
