@@ -203,10 +203,11 @@ def serve(model: str | None, **options: Any) -> None:
     """Serve MODEL with the APIs of OpenAI and Anthropic (alias, Hugging Face id, folder or .gguf)."""
     urls, file = options.pop("upstream_urls"), options.pop("upstream_file")
     mode, rule_files = options.pop("plan_mode"), options.pop("provider_rules")
+    diagnose = options.pop("diagnose")
     if urls or file is not None:
         if model is not None:
             raise click.UsageError("give MODEL or upstreams, not both")
-        cli_gateway.run_gateway(_settings(None, **options), urls, file, mode, rule_files)
+        cli_gateway.run_gateway(_settings(None, **options), urls, file, mode, diagnose, rule_files)
         return
     from .building import build_runtime
     from .models.progress import RichProgress
@@ -426,5 +427,6 @@ main.add_command(cli_duplicates.duplicates)
 main.add_command(cli_replay.replay)
 main.add_command(cli_warm.warm)
 main.add_command(cli_gateway.costs)
+main.add_command(cli_gateway.misses)
 main.add_command(cli_providers.plan)
 main.add_command(cli_providers.providers)

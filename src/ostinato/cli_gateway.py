@@ -1,4 +1,4 @@
-"""The command line for the gateway: ``ostinato serve --upstream``, and ``ostinato costs``."""
+"""The command line for the gateway: ``serve --upstream``, ``costs`` and ``misses``."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import click
 
 if TYPE_CHECKING:
     from .config import Settings
+    from .gateway.upstreams import Diagnose
     from .providers.planner import Mode
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -38,10 +39,17 @@ def upstream_options(command: F) -> F:
         show_default=True,
         help="Vendors' prompt caches: nothing, count, or set breakpoints. For --upstream.",
     )
+    diagnose = click.option(
+        "--diagnose",
+        type=click.Choice(["off", "redacted", "text"]),
+        default="off",
+        show_default=True,
+        help="Find out why vendors' caches were not read; with or without texts. For --upstream.",
+    )
     rules = click.option(
         "--provider-rules", type=_FILE, multiple=True, help="Rows of your own, for upstreams."
     )
-    return url(file(mode(rules(command))))
+    return url(file(mode(diagnose(rules(command)))))
 
 
 def run_gateway(
@@ -49,6 +57,7 @@ def run_gateway(
     urls: tuple[str, ...],
     file: Path | None,
     mode: str,
+    diagnose: str,
     rule_files: tuple[Path, ...],
 ) -> None:
     """Serve until stopped."""
@@ -58,7 +67,10 @@ def run_gateway(
     from .response_caches import kept_answers
     from .server import serve, server_settings
 
-    upstreams = [parse_upstream(url, os.environ, plan=cast("Mode", mode)) for url in urls]
+    upstreams = [
+        parse_upstream(url, os.environ, plan=cast("Mode", mode), diagnose=cast("Diagnose", diagnose))
+        for url in urls
+    ]
     if file is not None:
         upstreams += read_upstreams(file, os.environ)
     wire = server_settings(
@@ -89,10 +101,35 @@ def run_gateway(
             answers.exact.close()
 
 
+def _gateway_options(command: F) -> F:
+    url = click.option(
+        "--url", default="http://127.0.0.1:8000", show_default=True, help="Address of a gateway."
+    )
+    key = click.option(
+        "--admin-key", envvar="OSTINATO_ADMIN_KEY", help="Its admin key. Better: OSTINATO_ADMIN_KEY."
+    )
+    as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON, one object a line.")
+    return url(key(as_json(command)))
+
+
+def _asked(url: str, route: str, admin_key: str | None) -> dict[str, Any]:
+    headers = {"Authorization": f"Bearer {admin_key}"} if admin_key else {}
+    request = Request(url.rstrip("/") + route, headers=headers)
+    try:
+        with urlopen(request, timeout=_TIMEOUT_S) as response:
+            found: dict[str, Any] = json.load(response)
+        if "rows" not in found:
+            raise KeyError("rows")
+    except HTTPError as error:
+        error.close()
+        raise click.ClickException(f"{url} refuses: {error.code} {error.reason}") from error
+    except (URLError, ValueError, KeyError) as error:
+        raise click.ClickException(f"{url} does not answer as a gateway does: {error}") from error
+    return found
+
+
 @click.command()
-@click.option("--url", default="http://127.0.0.1:8000", show_default=True, help="Address of a gateway.")
-@click.option("--admin-key", envvar="OSTINATO_ADMIN_KEY", help="Its admin key. Better: OSTINATO_ADMIN_KEY.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON, one object a line.")
+@_gateway_options
 def costs(url: str, admin_key: str | None, as_json: bool) -> None:
     """Print what requests through a gateway have used and cost since it started."""
     from decimal import Decimal
@@ -100,33 +137,14 @@ def costs(url: str, admin_key: str | None, as_json: bool) -> None:
     from rich.console import Console
     from rich.table import Column, Table
 
-    headers = {"Authorization": f"Bearer {admin_key}"} if admin_key else {}
-    request = Request(url.rstrip("/") + "/v1/ostinato/costs", headers=headers)
-    try:
-        with urlopen(request, timeout=_TIMEOUT_S) as response:
-            rows = json.load(response)["rows"]
-    except HTTPError as error:
-        error.close()
-        raise click.ClickException(f"{url} refuses: {error.code} {error.reason}") from error
-    except (URLError, ValueError, KeyError) as error:
-        raise click.ClickException(f"{url} does not answer as a gateway does: {error}") from error
+    found = _asked(url, "/v1/ostinato/costs", admin_key)
+    rows = found["rows"]
     if as_json:
         for row in rows:
             click.echo(json.dumps(row))
         return
-    names = (
-        "vendor",
-        "model",
-        "tenant",
-        "requests",
-        "uncached",
-        "written",
-        "read",
-        "output",
-        "dollars",
-        "saved",
-    )
-    shown = Table(*(Column(name, overflow="fold") for name in names))
+    names = ("vendor", "model", "tenant", "prompt", "requests", "uncached", "written", "read", "output")
+    shown = Table(*(Column(name, overflow="fold") for name in (*names, "dollars", "saved")))
     for row in rows:
         cost, without = Decimal(row["dollars"]), Decimal(row["dollars_without_cache"])
         priced = row["unpriced_requests"] < row["requests"]
@@ -134,6 +152,7 @@ def costs(url: str, admin_key: str | None, as_json: bool) -> None:
             row["vendor"],
             row["model"],
             row["tenant"],
+            row["prompt"],
             f"{row['requests']:,}",
             f"{row['uncached_tokens']:,}",
             f"{sum(row['written_tokens'].values()):,}",
@@ -141,5 +160,39 @@ def costs(url: str, admin_key: str | None, as_json: bool) -> None:
             f"{row['output_tokens']:,}",
             f"{cost:,.4f}" if priced else "?",
             f"{without - cost:,.4f}" if priced else "?",
+        )
+    Console().print(shown)
+    if missing := found["unread_usages"] + found["untold_usages"]:
+        click.secho(
+            f"Without the usage of {missing} answers, which told none (streams, mostly).", fg="yellow"
+        )
+
+
+@click.command()
+@_gateway_options
+def misses(url: str, admin_key: str | None, as_json: bool) -> None:
+    """Print why the latest requests through a gateway read less of vendors' caches than they could."""
+    from rich.console import Console
+    from rich.table import Column, Table
+
+    rows = _asked(url, "/v1/ostinato/misses", admin_key)["rows"]
+    if as_json:
+        for row in rows:
+            click.echo(json.dumps(row))
+        return
+    names = ("model", "verdict", "ours", "lost tokens", "where", "offset", "before", "after", "vendor's")
+    shown = Table(*(Column(name, overflow="fold") for name in names))
+    for row in rows:
+        ours = row["ours"] or {}
+        shown.add_row(
+            row["model"],
+            row["verdict"],
+            ours.get("reason", ""),
+            f"{ours['lost_tokens']:,}" if ours else "",
+            ours.get("where", ""),
+            str(ours.get("offset", "")),
+            repr(ours["before"]) if ours.get("before") else "",
+            repr(ours["after"]) if ours.get("after") else "",
+            json.dumps(row["vendors"]) if row["vendors"] else "",
         )
     Console().print(shown)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from datetime import UTC, date, datetime
 from decimal import Decimal
 from pathlib import Path
@@ -94,29 +94,41 @@ def _print_model(table: RuleTable, vendor: str, model: str, on: date, as_json: b
 
 
 @click.command("plan")
-@click.argument(
-    "files", nargs=-1, required=True, type=click.Path(path_type=Path, exists=True, dir_okay=False)
-)
+@click.argument("files", nargs=-1, required=True, type=click.Path(path_type=Path, exists=True))
 @click.option("--model", default="claude-sonnet-5-5", show_default=True, help="For requests that name none.")
 @click.option("--vendor", help="Whose rules; by default by the model's name.")
 @click.option("--bytes-per-token", type=click.FloatRange(0.5, 16), default=4.0, show_default=True)
 @click.option("--first-token", type=click.FloatRange(0), default=2.0, show_default=True, help="Seconds.")
+@click.option(
+    "--repair",
+    "repairs",
+    multiple=True,
+    type=click.Choice(["tool_order", "key_order", "volatile"]),
+    help="What may be rewritten first. May be given more than once.",
+)
 @click.option("--each", is_flag=True, help="Print what to do with every request, too.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, one object a line.")
 @_RULES
 @_DAY
 def plan(files: tuple[Path, ...], day: datetime | None, **options: Any) -> None:
-    """Print where breakpoints pay in FILES (requests, logs of them, sessions) and what they save."""
+    """Print where breakpoints pay in FILES (requests, logs of them, sessions) and what they save.
+
+    Of a folder all .json and .jsonl files in it are read.
+    """
     from .providers.forecast import Planned
     from .providers.logs import read_requests
+    from .providers.repair import RepairRules
     from .providers.rules import load_table
     from .providers.wire_anthropic import bytes_per_token
 
     on, count = _day(day), bytes_per_token(options["bytes_per_token"])
+    rules = RepairRules(**dict.fromkeys(options["repairs"], True)) if options["repairs"] else None
     requests = [
         request
-        for file in files
-        for request in read_requests(file, count, model=options["model"], vendor=options["vendor"])
+        for file in _files_in(files)
+        for request in read_requests(
+            file, count, model=options["model"], vendor=options["vendor"], repairs=rules
+        )
     ]
     planned = Planned(load_table(options["rule_files"]), on, first_token_s=options["first_token"])
     is_each = options["each"] or len(requests) == 1
@@ -137,14 +149,23 @@ def plan(files: tuple[Path, ...], day: datetime | None, **options: Any) -> None:
             click.echo(f"  {line}")
 
 
+def _files_in(paths: Iterable[Path]) -> Iterator[Path]:
+    for path in paths:
+        if path.is_dir():
+            yield from sorted(file for file in path.rglob("*") if file.suffix in (".json", ".jsonl"))
+        else:
+            yield path
+
+
 def _print_decision(decision: Decision, as_json: bool) -> None:
-    prompt, made = decision.request.prompt, decision.plan
+    prompt, made = decision.request.planned, decision.plan
     markers = {".".join(map(str, path)): ttl for path, ttl in made.paths(prompt).items()}
     if as_json:
         about: dict[str, Any] = {
             "request": decision.request.where,
             "breakpoints": markers,
             "reasons": list(made.reasons),
+            "repairs": list(decision.request.repairs),
         }
         about |= {"cache_key": made.cache_key, "explicit": made.is_explicit, "fault": decision.fault}
         click.echo(json.dumps(about | {"expected": _plain(made.expected)}))
@@ -152,6 +173,8 @@ def _print_decision(decision: Decision, as_json: bool) -> None:
     click.secho(decision.request.where, bold=True)
     if decision.fault:
         click.secho(f"  the vendor would refuse it: {decision.fault}", fg="red")
+    for done in decision.request.repairs:
+        click.echo(f"  repaired: {done}")
     for place, ttl in markers.items():
         click.echo(f"  breakpoint on {place}, for {ttl}")
     if made.is_explicit:

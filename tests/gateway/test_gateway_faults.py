@@ -242,6 +242,18 @@ def test_streams_pass_byte_for_byte_however_they_are_cut() -> None:
         assert (row["uncached_tokens"], row["output_tokens"]) == (3, 5)
 
 
+@pytest.mark.parametrize("behind", [[None], [b"data: {nonsense\n\n"], [b"data: 7\n\n", None]])
+def test_what_comes_behind_the_end_spoils_nothing(behind: list[bytes | None]) -> None:
+    kept = Kept()
+    with RawUpstream([[STREAM_HEAD, EVENT, DONE, *behind]]) as raw, gateway(up(raw), answers=kept) as url:
+        began_s = time.monotonic()
+        content = post(url, {**BODY, "stream": True}).content
+        assert content.startswith(EVENT + DONE)
+        assert b"upstream_" not in content
+        assert time.monotonic() - began_s < 2
+        wait_for(kept, 1)
+
+
 def test_events_are_not_held_back() -> None:
     with RawUpstream([[STREAM_HEAD, EVENT, None]]) as raw, gateway(up(raw, idle_timeout_s=3.0)) as url:
         started_s = time.monotonic()
@@ -251,6 +263,23 @@ def test_events_are_not_held_back() -> None:
             first = next(iter(response.iter_raw()))
         assert EVENT in first
         assert time.monotonic() - started_s < 2.5  # long before the upstream's silence is noticed
+
+
+@pytest.mark.parametrize("is_asked", [False, True])
+def test_streams_are_counted_where_that_is_wanted(is_asked: bool) -> None:
+    tells = b'data: {"choices":[],"usage":{"prompt_tokens":10,"completion_tokens":2}}\n\n'
+    body = {**BODY, "stream": True}
+    if is_asked:
+        body["stream_options"] = {"include_usage": True}
+    with RawUpstream([[STREAM_HEAD, EVENT, tells, DONE]]) as raw:
+        with gateway(up(raw, count_streams=True)) as url:
+            assert post(url, body).content == EVENT + (tells if is_asked else b"") + DONE
+            assert rows(url)[0]["uncached_tokens"] == 10
+        assert json.loads(raw.seen[0].body)["stream_options"] == {"include_usage": True}
+    with RawUpstream([[STREAM_HEAD, EVENT, DONE]]) as raw, gateway(up(raw)) as url:
+        post(url, {**BODY, "stream": True})
+        assert "stream_options" not in json.loads(raw.seen[0].body)
+        assert httpx2.get(f"{url}/v1/ostinato/costs").json()["untold_usages"] == 1
 
 
 @pytest.mark.parametrize(

@@ -148,6 +148,8 @@ def test_lines_that_change_go_behind_the_last_message() -> None:
     }
     made = repair(body, RepairRules(volatile=True))
     assert made.body["system"] == "You are helpful.\nAnswer briefly."
+    begun = {**body, "messages": [*body["messages"], {"role": "assistant", "content": "I"}]}
+    assert repair(begun, RepairRules(volatile=True)).suffix == ""  # it would be a part of the answer
     append_suffix(made.body, made.suffix)
     assert made.body["messages"][-1]["content"] == [
         {"type": "text", "text": "hi"},
@@ -179,6 +181,9 @@ def test_plan_reads_requests_logs_and_sessions(tmp_path: Path) -> None:
     dollars = json.loads(shown.output.splitlines()[-1])["dollars"]
     assert float(dollars["planned"]) < 0.3 * float(dollars["without_cache"])
     assert float(dollars["as_sent"]) == float(dollars["without_cache"])
+    whole = CliRunner().invoke(main, ["plan", str(tmp_path), "--json", "--on", "2026-12-01"])
+    rows = [json.loads(line) for line in whole.output.splitlines()[:-1]]
+    assert sum(row.get("num_requests", 0) for row in rows) == 21
 
     session = tmp_path / "session.jsonl"
     text = ""
@@ -191,6 +196,30 @@ def test_plan_reads_requests_logs_and_sessions(tmp_path: Path) -> None:
     assert shown.exit_code == 0, shown.output
     row = json.loads(shown.output.splitlines()[0])
     assert row["planned"]["read"] > row["as_sent"]["read"] == 0
+
+
+def test_plan_repairs_where_that_is_allowed(tmp_path: Path) -> None:
+    """A time in the system text loses everything behind it; moved, the rest is read."""
+    log = tmp_path / "log.jsonl"
+    tools = [{"name": name, "input_schema": {"type": "object"}} for name in ("look", "ask")]
+    lines = [
+        {"timestamp": 1000 + 20 * n, "body": {
+            "model": "claude-opus-5",
+            "tools": tools if n % 2 else tools[::-1],
+            "system": f"Now: 2026-12-01T10:00:{n:02}Z\n" + "word " * 4000,
+            "messages": [{"role": "user", "content": f"{n}"}],
+        }}
+        for n in range(20)
+    ]  # fmt: skip
+    log.write_text("\n".join(map(json.dumps, lines)))
+    reads = []
+    for more in ([], ["--repair", "volatile", "--repair", "tool_order"]):
+        shown = CliRunner().invoke(main, ["plan", str(log), "--json", "--on", "2026-12-01", *more])
+        assert shown.exit_code == 0, shown.output
+        rows = [json.loads(line) for line in shown.output.splitlines()[:-1]]
+        reads.append(sum(row["planned"]["read"] for row in rows))
+    assert reads[0] == 0
+    assert reads[1] > 17 * 4000
 
 
 def test_plan_says_what_the_vendor_would_refuse_and_where_a_line_is_bad(tmp_path: Path) -> None:

@@ -287,6 +287,65 @@ def test_strict_streams_say_it_at_the_start(strict: Running) -> None:
         events.close()
 
 
+def test_strict_times_are_billed_by_the_three_positions(strict: Running) -> None:
+    """Up to the last hour's breakpoint for an hour, behind it for five minutes, behind that not at all."""
+    with Anthropic(base_url=strict.url, api_key="x", max_retries=0) as client:
+        blocks: list[Any] = [
+            {"type": "text", "text": "mixed " + "a" * 594, "cache_control": {**MARK, "ttl": "1h"}},
+            {"type": "text", "text": "b" * 100, "cache_control": MARK},
+            {"type": "text", "text": "c" * 10},
+        ]
+        messages: Any = [{"role": "user", "content": blocks}]
+        usage = client.messages.create(model=STRICT, max_tokens=5, messages=messages).usage
+        assert usage.cache_creation is not None
+        assert usage.cache_creation.ephemeral_1h_input_tokens == 600
+        assert usage.cache_creation.ephemeral_5m_input_tokens == 100
+        assert usage.input_tokens >= 10
+        again = client.messages.create(model=STRICT, max_tokens=5, messages=messages).usage
+        assert (again.cache_read_input_tokens, again.cache_creation_input_tokens) == (700, 0)
+
+
+def test_strict_automatic_goes_on_with_a_conversation(strict: Running) -> None:
+    with Anthropic(base_url=strict.url, api_key="x", max_retries=0) as client:
+        messages: Any = [{"role": "user", "content": "automatic " + "w" * 700}]
+        first = client.messages.create(
+            model=STRICT, max_tokens=5, messages=messages, cache_control={"type": "ephemeral"}
+        ).usage
+        assert first.cache_creation_input_tokens == 710
+        messages += [{"role": "assistant", "content": "noted"}, {"role": "user", "content": "next"}]
+        second = client.messages.create(
+            model=STRICT, max_tokens=5, messages=messages, cache_control={"type": "ephemeral"}
+        ).usage
+        assert (second.cache_read_input_tokens, second.cache_creation_input_tokens) == (710, 9)
+
+
+TEXT_BLOCK = {"type": "text", "text": "w" * 600}
+
+
+@pytest.mark.parametrize(
+    ("blocks", "more"),
+    [
+        ([{**TEXT_BLOCK, "cache_control": MARK}] * 5, {}),
+        ([{**TEXT_BLOCK, "cache_control": MARK}] * 4 + [TEXT_BLOCK], {"cache_control": MARK}),
+        ([{**TEXT_BLOCK, "cache_control": MARK}], {"cache_control": {**MARK, "ttl": "1h"}}),
+        ([{**TEXT_BLOCK, "cache_control": MARK}, {**TEXT_BLOCK, "cache_control": {**MARK, "ttl": "1h"}}], {}),
+        ([{"type": "text", "text": "", "cache_control": MARK}], {}),
+        ([{"type": "thinking", "thinking": "hm", "signature": "s", "cache_control": MARK}], {}),
+    ],
+)
+def test_strict_refuses_what_the_vendor_refuses(strict: Running, blocks: Any, more: Any) -> None:
+    role = "assistant" if blocks[0]["type"] == "thinking" else "user"
+    messages: Any = [{"role": role, "content": blocks}, {"role": "user", "content": "x"}]
+    with (
+        Anthropic(base_url=strict.url, api_key="x", max_retries=0) as client,
+        pytest.raises(anthropic.BadRequestError) as refused,
+    ):
+        client.messages.create(
+            model=STRICT, max_tokens=5, messages=messages[: 1 + (role == "assistant")], **more
+        )
+    assert "cache_control" in str(refused.value) or "automatic" in str(refused.value).lower()
+
+
 def test_strict_tenants_share_nothing(strict: Running) -> None:
     with Anthropic(base_url=strict.url, api_key="x", max_retries=0) as client:
         text = "w" * 700

@@ -6,6 +6,7 @@ bytes, so what comes again is what came, to the byte. Streams and whole answers 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
@@ -39,7 +40,7 @@ _UNFINISHED: Final = frozenset({"failed", "cancelled", "queued", "in_progress"})
 class PassedRequest:
     """A request as it will be passed on. ``salt`` keeps tenants apart; ``path`` is its route.
 
-    ``upstream`` names where it goes: another address is another upstream.
+    ``upstream`` names where it goes: another address is another upstream. ``raw`` is the body as it came.
     """
 
     path: str
@@ -50,6 +51,8 @@ class PassedRequest:
     headers: Mapping[str, str]
     control: CacheControl
     is_stream: bool
+    raw: bytes = b""
+    query: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +136,11 @@ class KeptAnswers:
         }
         identity = {"upstream": request.upstream, "salt": request.salt, "is_stream": request.is_stream}
         # How a stream is to be written is part of what is kept here, unlike in the server.
-        written = orjson.dumps([headers, body.get("stream_options")], option=orjson.OPT_SORT_KEYS)
+        written = orjson.dumps(
+            [headers, body.get("stream_options"), request.query], option=orjson.OPT_SORT_KEYS
+        )
+        if _says_twice(request.raw):
+            return None
         try:
             key = body_key(identity, request.path, body, written)
         except ValueError:
@@ -156,6 +163,20 @@ class _Asked:
     def keep(self, answer: PassedAnswer) -> None:
         if self.asked is not None and self.missing is not None and self.asked.control.store:
             self.exact.file(self.asked, self.missing, [answer.content_type, answer.body], _is_answer)
+
+
+def _says_twice(raw: bytes) -> bool:
+    """Whether an object in it has a key twice: which one counts is the upstream's to decide."""
+
+    def checked(pairs: list[tuple[str, Any]]) -> None:
+        if len({name for name, _ in pairs}) != len(pairs):
+            raise ValueError
+
+    try:
+        json.loads(raw or b"{}", object_pairs_hook=checked)
+    except (ValueError, RecursionError):
+        return True
+    return False
 
 
 def _outcome(asked: Asked | None, found: object) -> AnswerOutcome:

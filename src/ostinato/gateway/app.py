@@ -3,41 +3,38 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
-from datetime import UTC, date, datetime
 from typing import Any, Final
 
-import httpx2
 import orjson
 from prometheus_client import Counter
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive
 
-from ..errors import MalformedRequestError, ParameterError, ShuttingDownError, UpstreamError
+from ..errors import MalformedRequestError, ParameterError, QueueFullError, ShuttingDownError
 from ..observe import HttpMetrics, exposition, new_registry
 from ..providers.rules import RuleTable
-from ..server.answering import EVENT_STREAM
 from ..server.body import read_body
 from ..server.border import Border
-from ..server.caching import CACHE_HEADER, cache_control
+from ..server.caching import cache_control
 from ..server.settings import ServerSettings
-from ..types import CacheControl
-from .answers import AnswerCache, PassedAnswer, PassedRequest, Question, caller_salt
-from .events import EventReader
+from .answers import AnswerCache, caller_salt
+from .chat_to_messages import CHAT_TO_MESSAGES
 from .events import Route as Kind
-from .planning import Planning, Sent
-from .relay import Relay, answer_headers, body_of, request_headers
+from .keeping import Keeper
+from .messages_to_chat import MESSAGES_TO_CHAT
+from .passing import Call, Passing, today
+from .planning import Booked, Planning, Sent
+from .relay import Relay, joined_headers, request_headers
+from .translation import Target, Translation
 from .upstreams import Protocol, Upstream, choose
-
-logger = logging.getLogger("ostinato.gateway")
 
 _KINDS: Final[Mapping[str, tuple[Protocol, Kind]]] = {
     "/v1/chat/completions": ("openai", "chat"),
@@ -50,7 +47,17 @@ _PLAIN: Final[Mapping[str, Protocol]] = {
     "/v1/embeddings": "openai",
     "/v1/messages/count_tokens": "anthropic",
 }
+# What can be said in the other API, too.
+_TRANSLATIONS: Final[Mapping[str, Translation]] = {
+    "/v1/chat/completions": CHAT_TO_MESSAGES,
+    "/v1/messages": MESSAGES_TO_CHAT,
+}
 COSTS_ROUTE: Final = "/v1/ostinato/costs"
+MISSES_ROUTE: Final = "/v1/ostinato/misses"
+PROMPT_HEADER: Final = "x-ostinato-prompt"
+MAX_NAME_CHARS: Final = 200
+# Of all requests' bodies that are here at once.
+MAX_BODIES_BYTES: Final = 512 << 20
 
 
 def create_gateway(
@@ -65,8 +72,8 @@ def create_gateway(
     ``answers``: a response cache in front of the upstreams.
     """
     registry = new_registry()
-    gateway = Gateway(upstreams, settings, Planning(table), answers)
-    for counter in (gateway.tokens, gateway.dollars):
+    gateway = Gateway(upstreams, settings, Planning(table, time.monotonic), answers)
+    for counter in (gateway.tokens, gateway.dollars, gateway.missed):
         registry.register(counter)
     metrics = HttpMetrics(registry)
 
@@ -80,6 +87,7 @@ def create_gateway(
             *(Route(path, gateway.pass_on, methods=["POST"]) for path in _PLAIN),
             Route("/v1/models", gateway.models),
             Route(COSTS_ROUTE, gateway.costs),
+            Route(MISSES_ROUTE, gateway.misses),
             Route("/health", gateway.health),
             Route("/metrics", show_metrics),
         ],
@@ -122,7 +130,15 @@ class Gateway:
         self.dollars = Counter(
             "ostinato:upstream_dollars", "What they cost at list price.", ["vendor"], registry=None
         )
+        self.missed = Counter(
+            "ostinato:upstream_cache_misses",
+            "Requests that read less of an upstream's cache than went before, by why.",
+            ["vendor", "reason"],
+            registry=None,
+        )
+        self.keeper = Keeper(self.relay, planning, clock=time.monotonic, today=today, enter=self._book)
         self._num_active = 0
+        self._num_body_bytes = 0
         self._is_draining = False
         self._idle = asyncio.Event()
         self._idle.set()
@@ -130,7 +146,14 @@ class Gateway:
 
     @asynccontextmanager
     async def lifespan(self, _app: Starlette) -> AsyncIterator[None]:
+        keeping: asyncio.Task[None] | None = None
+        if any(upstream.keep_alive for upstream in self.upstreams):
+            keeping = asyncio.create_task(self.keeper.run())
         yield
+        if keeping is not None:
+            keeping.cancel()
+            with suppress(asyncio.CancelledError):
+                await keeping
         await self.relay.close()
 
     async def drain(self, timeout_s: float, /) -> None:
@@ -152,7 +175,15 @@ class Gateway:
     async def _exchange(self, request: Request, protocol: Protocol, kind: Kind | None) -> Response:
         if self._is_draining:
             raise ShuttingDownError("The gateway is shutting down: send the request elsewhere.")
-        body = await read_body(request.headers, request.receive, self.settings)
+        reserved = _Reserved(self)
+        try:
+            body = await read_body(request.headers, reserved.counting(request.receive), self.settings)
+            return Passing(self, self._call(request, protocol, kind, body), reserved.release)
+        except BaseException:
+            reserved.release()
+            raise
+
+    def _call(self, request: Request, protocol: Protocol, kind: Kind | None, body: bytes) -> Call:
         try:
             parsed = orjson.loads(body)
         except orjson.JSONDecodeError as error:
@@ -165,22 +196,42 @@ class Gateway:
         model = parsed.get("model")
         if not isinstance(model, str) or not model:
             raise ParameterError("Missing required parameter: 'model'.", param="model")
-        upstream = choose(self.upstreams, protocol, model)
-        tenant = request.state.tenant
-        return _Passing(
-            self,
+        if len(model) > MAX_NAME_CHARS:
+            raise ParameterError("'model' is too long to be the name of one.", param="model")
+        path, tenant = request.url.path, request.state.tenant
+        translation = _TRANSLATIONS.get(path)
+        upstream = choose(self.upstreams, protocol, model, is_translatable=translation is not None)
+        headers = joined_headers(request.headers.raw)
+        if upstream.protocol == protocol:
+            translation = None
+        return Call(
             upstream,
-            request.url.path,
+            path,
             kind,
             body,
             parsed,
-            request_headers(upstream, dict(request.headers), is_open=not self.settings.api_keys),
+            request_headers(
+                upstream,
+                headers,
+                is_open=not self.settings.api_keys,
+                dropped="" if translation is None else translation.headers_dropped,
+            ),
             tenant="" if tenant is None else tenant.name,
+            prompt_name=headers.get(PROMPT_HEADER, "")[:MAX_NAME_CHARS],
             salt=caller_salt(
                 "" if tenant is None else tenant.salt, request.headers, upstream_key=upstream.key
             ),
             control=cache_control(request.headers, None),
+            query="" if translation is not None else request.url.query,
+            translation=translation,
+            target=self._target(upstream, model),
         )
+
+    def _target(self, upstream: Upstream, model: str) -> Target:
+        has_breakpoints = False
+        if upstream.vendor == "openai":
+            has_breakpoints = self.planning.table.rules("openai", model, today()).mechanism == "endpoints"
+        return Target(upstream.vendor, has_breakpoints, upstream.max_tokens)
 
     async def models(self, _request: Request) -> Response:
         """Those whose names are said in full in the configuration."""
@@ -206,14 +257,14 @@ class Gateway:
         return _json(body, status)
 
     async def costs(self, request: Request) -> Response:
-        """The ledger. For the holder of the admin key where there is one, else for nobody who needs a key."""
-        if self.settings.api_keys and not self.settings.admin_key:
-            raise HTTPException(404, "Not Found")
+        """The ledger."""
+        self._check_admin()
         rows = [
             {
                 "vendor": account.vendor,
                 "model": account.model,
                 "tenant": account.tenant,
+                "prompt": account.prompt_name,
                 "requests": entry.num_requests,
                 "unpriced_requests": entry.num_unpriced,
                 "uncached_tokens": entry.use.uncached,
@@ -226,7 +277,23 @@ class Gateway:
             }
             for account, entry in self.planning.ledger
         ]
-        return _json({"rows": rows, "unread_usages": self.planning.num_unread_usages})
+        return _json(
+            {
+                "rows": rows,
+                "unread_usages": self.planning.num_unread_usages,
+                "untold_usages": self.planning.num_untold_usages,
+            }
+        )
+
+    async def misses(self, request: Request) -> Response:
+        """The latest requests that read less than went before, and why."""
+        self._check_admin()
+        return _json({"rows": list(self.planning.misses.latest)})
+
+    def _check_admin(self) -> None:
+        """For the holder of the admin key where there is one, else for nobody who needs a key."""
+        if self.settings.api_keys and not self.settings.admin_key:
+            raise HTTPException(404, "Not Found")
 
     def begin(self, task: asyncio.Task[None]) -> None:
         self._num_active += 1
@@ -241,189 +308,48 @@ class Gateway:
 
     async def enter(self, sent: Sent, usage: Mapping[str, Any] | None) -> None:
         """Enter what a request used into the books."""
-        entered = await self.planning.ended(sent, usage, today())
-        if entered is None:
-            return
-        use, money = entered
+        self._book(sent, await self.planning.ended(sent, usage, today()))
+
+    def _book(self, sent: Sent, booked: Booked) -> None:
         vendor = sent.account.vendor
+        if booked.miss is not None:
+            self.missed.labels(vendor, booked.miss).inc()
+        if (use := booked.use) is None:
+            return
         self.tokens.labels(vendor, "uncached").inc(use.uncached)
         self.tokens.labels(vendor, "written").inc(use.num_written)
         self.tokens.labels(vendor, "read").inc(use.read)
         self.tokens.labels(vendor, "output").inc(use.output)
-        if money is not None:
-            self.dollars.labels(vendor).inc(float(money.total))
+        if booked.money is not None:
+            self.dollars.labels(vendor).inc(float(booked.money.total))
+
+    def hold(self, num_bytes: int) -> None:
+        """More bytes of a request have come (fewer: it is over). Raises :class:`QueueFullError`."""
+        if num_bytes > 0 and self._num_body_bytes + num_bytes > MAX_BODIES_BYTES:
+            raise QueueFullError("The gateway has as many requests in hand as fit.", retry_after_s=1.0)
+        self._num_body_bytes += num_bytes
 
 
-class _Passing(Response):
-    """A request that is passed on when it is called. However it ends, the upstream's connection is let go."""
+class _Reserved:
+    """What one request's body takes."""
 
-    def __init__(
-        self,
-        gateway: Gateway,
-        upstream: Upstream,
-        path: str,
-        kind: Kind | None,
-        body: bytes,
-        parsed: Mapping[str, Any],
-        headers: Mapping[str, str],
-        *,
-        tenant: str,
-        salt: str,
-        control: CacheControl,
-    ) -> None:
-        super().__init__()
-        self._gateway, self._upstream, self._path, self._kind = gateway, upstream, path, kind
-        self._given, self._parsed, self._passed_headers = body, parsed, headers
-        self._tenant, self._salt = tenant, salt
-        self._control = control
-        self._cache_headers: list[tuple[bytes, bytes]] = []
-        self._is_answered = False
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+        self._num_bytes = 0
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        task = asyncio.ensure_future(self._run(send))
-        self._gateway.begin(task)
-        watcher = asyncio.ensure_future(_until_gone(receive))
-        try:
-            done, _ = await asyncio.wait({task, watcher}, return_when=asyncio.FIRST_COMPLETED)
-            if task not in done and self._is_answered:
-                await task  # nobody can leave any more: only the books are still open
-            elif task not in done:
-                task.cancel()
-                with suppress(asyncio.CancelledError):
-                    await task
-                raise ClientDisconnect
-            if task.cancelled():
-                raise ShuttingDownError("The gateway is shutting down and ended this request.")
-            task.result()
-        finally:
-            watcher.cancel()
-            if not task.done():
-                task.cancel()
-            self._gateway.end(task)
+    def counting(self, receive: Receive) -> Receive:
+        async def counted() -> Message:
+            message = await receive()
+            size = len(message.get("body", b""))
+            self._gateway.hold(size)
+            self._num_bytes += size
+            return message
 
-    async def _run(self, send: Send) -> None:
-        gateway, upstream = self._gateway, self._upstream
-        is_stream = self._parsed.get("stream") is True
-        question: Question | None = None
-        if gateway.answers is not None and self._kind is not None:
-            asked = PassedRequest(
-                self._path,
-                f"{upstream.name} {upstream.url}",
-                str(self._parsed["model"]),
-                self._salt,
-                self._parsed,
-                self._passed_headers,
-                self._control,
-                is_stream,
-            )
-            question = await asyncio.to_thread(gateway.answers.ask, asked)
-            self._cache_headers = [(CACHE_HEADER.encode(), question.outcome.encode())]
-            if (known := question.known) is not None:
-                age = (b"age", str(int(question.age_s)).encode())
-                headers = [(b"content-type", known.content_type), *self._cache_headers, age]
-                await _send_whole(send, 200, headers, known.body)
-                return
-        body, sent = self._given, None
-        if self._kind is not None:
-            body, sent = await gateway.planning.prepare(
-                upstream,
-                self._given,
-                self._parsed,
-                tenant=self._tenant,
-                betas=self._passed_headers.get("anthropic-beta", ""),
-                now_s=time.monotonic(),
-                on=today(),
-                clock=time.monotonic,
-            )
-        usage: Mapping[str, Any] | None = None
-        answer: PassedAnswer | None = None
-        try:
-            async with gateway.relay.answer(upstream, self._path, body, self._passed_headers) as response:
-                kind = response.headers.get("content-type", "")
-                if is_stream and response.status_code == 200 and kind.startswith("text/event-stream"):
-                    assert self._kind is not None or sent is None
-                    usage, answer = await self._stream(response, send, sent)
-                else:
-                    usage, answer = await self._whole(response, send, sent)
-        finally:
-            if sent is not None:
-                await gateway.enter(sent, usage)
-        if answer is not None and question is not None:
-            await asyncio.to_thread(question.keep, answer)
+        return counted
 
-    async def _whole(
-        self, response: httpx2.Response, send: Send, sent: Sent | None
-    ) -> tuple[Mapping[str, Any] | None, PassedAnswer | None]:
-        body = b"".join([piece async for piece in body_of(self._upstream, response)])
-        content_type = response.headers.get("content-type", "application/json").encode("latin-1")
-        usage, answer = None, None
-        if response.status_code == 200:
-            try:
-                parsed = orjson.loads(body)
-            except orjson.JSONDecodeError:
-                raise UpstreamError(
-                    f"The upstream '{self._upstream.name}' sent an answer that is not JSON."
-                ) from None
-            if sent is not None:
-                await self._gateway.planning.begun(sent, time.monotonic())
-            found = parsed.get("usage") if isinstance(parsed, dict) else None
-            usage = found if isinstance(found, dict) else None
-            answer = PassedAnswer(content_type, body)
-        headers = [
-            (b"content-type", content_type),
-            *answer_headers(response.headers),
-            *self._cache_headers,
-        ]
-        self._is_answered = True
-        await _send_whole(send, response.status_code, headers, body)
-        return usage, answer
-
-    async def _stream(
-        self, response: httpx2.Response, send: Send, sent: Sent | None
-    ) -> tuple[Mapping[str, Any] | None, PassedAnswer | None]:
-        reader = EventReader(self._kind or "chat")
-        pieces: list[bytes] = []
-        is_kept = self._gateway.answers is not None
-        headers = [
-            (b"content-type", EVENT_STREAM),
-            *answer_headers(response.headers),
-            *self._cache_headers,
-        ]
-        is_started = False
-        async for data in body_of(self._upstream, response):
-            events, fault = reader.whole_events(data)
-            if events and not is_started:
-                is_started = True
-                await send({"type": "http.response.start", "status": 200, "headers": headers})
-            if sent is not None and reader.has_content:
-                await self._gateway.planning.begun(sent, time.monotonic())
-            if events:
-                await send({"type": "http.response.body", "body": events, "more_body": True})
-            if is_kept:
-                pieces.append(events)
-            if fault is not None:
-                raise fault
-        reader.finish()
-        self._is_answered = True
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
-        if reader.is_failed:
-            return reader.usage or None, None
-        return reader.usage or None, PassedAnswer(EVENT_STREAM, b"".join(pieces)) if is_kept else None
-
-
-async def _send_whole(send: Send, status: int, headers: list[tuple[bytes, bytes]], body: bytes) -> None:
-    headers = [*headers, (b"content-length", str(len(body)).encode())]
-    await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": body})
-
-
-async def _until_gone(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
-
-
-def today() -> date:
-    return datetime.now(UTC).date()
+    def release(self) -> None:
+        self._gateway.hold(-self._num_bytes)
+        self._num_bytes = 0
 
 
 def _json(content: dict[str, Any], status: int = 200) -> Response:

@@ -13,6 +13,8 @@ from ..errors import UpstreamError
 Route: TypeAlias = Literal["chat", "responses", "messages"]
 
 MAX_EVENT_BYTES: Final = 32 << 20
+DONE: Final = b"[DONE]"
+_DIAGNOSES: Final = ("diagnostics", "prompt_cache_diagnostics")
 _END: Final = re.compile(rb"\r\n\r\n|\n\n|\r\r")
 _LINES: Final = re.compile(rb"\r\n|\n|\r")
 _LAST_TYPES: Final[Mapping[Route, frozenset[str]]] = {
@@ -25,27 +27,37 @@ _LAST_TYPES: Final[Mapping[Route, frozenset[str]]] = {
 class EventReader:
     """Cuts a stream into whole events, and knows whether it has ended as it should.
 
-    ``usage`` is the vendor's last word on what was used, its parts merged; ``is_failed``: the upstream itself
-    said that it failed.
+    ``usage`` is the vendor's last word on what was used, its parts merged; ``diagnosis`` what it says of its
+    cache; ``is_failed``: the upstream itself said that it failed. With ``hides_usage`` the event that tells
+    nothing but usage is not passed on: the client has not asked for it.
     """
 
-    def __init__(self, route: Route) -> None:
+    def __init__(self, route: Route, *, hides_usage: bool = False) -> None:
         self._route: Route = route
+        self._hides_usage = hides_usage
         self._rest = bytearray()
+        self._num_searched = 0
         self.is_complete = False
         self.is_failed = False
         self.usage: dict[str, Any] = {}
+        self.answer_id: str | None = None
+        self.diagnosis: Any = None
         self.has_content = False
 
     def _push(self, data: bytes) -> Iterator[bytes]:
         self._rest += data
         start = 0
-        while (end := _END.search(self._rest, start)) is not None:
+        while (end := _END.search(self._rest, max(start, self._num_searched))) is not None:
             event = bytes(self._rest[start : end.end()])
             start = end.end()
-            self._look(event)
-            yield event
+            is_usage_alone = self._look(event)
+            if not (is_usage_alone and self._hides_usage):
+                yield event
+            if self.is_complete:  # whatever stands behind the end is none of the answer
+                self._rest.clear()
+                return
         del self._rest[:start]
+        self._num_searched = max(0, len(self._rest) - 3)  # where the end of an event may have begun
         if len(self._rest) > MAX_EVENT_BYTES:
             raise UpstreamError("The upstream sent an event that does not end.")
 
@@ -64,21 +76,12 @@ class EventReader:
         if not self.is_complete:
             raise UpstreamError("The upstream ended its answer before it was complete.")
 
-    def _look(self, event: bytes) -> None:
-        data = b"\n".join(
-            line[5:].removeprefix(b" ") for line in _LINES.split(event) if line.startswith(b"data:")
-        )
-        if not data:
-            return  # a comment, or an event without data
-        if data == b"[DONE]":
-            self.is_complete = True
-            return
-        try:
-            item = orjson.loads(data)
-        except orjson.JSONDecodeError:
-            raise UpstreamError("The upstream sent an event that is not JSON.") from None
-        if not isinstance(item, dict):
-            raise UpstreamError("The upstream sent an event that is not a JSON object.")
+    def _look(self, event: bytes) -> bool:
+        """Take in what it says; whether that is usage and nothing else."""
+        item = _item(event)
+        if item is None:
+            self.is_complete |= _data(event) == DONE
+            return False
         self.has_content = True
         kind = item.get("type")
         if kind in _LAST_TYPES[self._route]:
@@ -86,5 +89,42 @@ class EventReader:
         if kind in ("error", "response.failed") or (self._route == "chat" and "error" in item):
             self.is_failed = self.is_complete = True
         for holder in (item, item.get("message"), item.get("response")):
-            if isinstance(holder, dict) and isinstance(holder.get("usage"), dict):
+            if not isinstance(holder, dict):
+                continue
+            if isinstance(holder.get("usage"), dict):
                 self.usage |= {key: value for key, value in holder["usage"].items() if value is not None}
+            if isinstance(holder.get("id"), str):
+                self.answer_id = self.answer_id or holder["id"]
+            for name in _DIAGNOSES:
+                self.diagnosis = holder.get(name) or self.diagnosis
+        return item.get("choices") == [] and isinstance(item.get("usage"), dict)
+
+
+def items(events: bytes) -> Iterator[Mapping[str, Any]]:
+    """What whole events say, without those that say nothing."""
+    start = 0
+    while (end := _END.search(events, start)) is not None:
+        item = _item(events[start : end.end()])
+        start = end.end()
+        if item is not None:
+            yield item
+
+
+def _data(event: bytes) -> bytes:
+    return b"\n".join(
+        line[5:].removeprefix(b" ") for line in _LINES.split(event) if line.startswith(b"data:")
+    )
+
+
+def _item(event: bytes) -> Mapping[str, Any] | None:
+    """An event's object; ``None`` for a comment, or the end. Raises :class:`UpstreamError`."""
+    data = _data(event)
+    if not data or data == DONE:
+        return None
+    try:
+        item = orjson.loads(data)
+    except orjson.JSONDecodeError:
+        raise UpstreamError("The upstream sent an event that is not JSON.") from None
+    if not isinstance(item, dict):
+        raise UpstreamError("The upstream sent an event that is not a JSON object.")
+    return item

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import OrderedDict
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from datetime import date
 from typing import Any, Final
 
@@ -16,19 +17,39 @@ from ..errors import ParameterError
 from ..providers import wire_anthropic, wire_openai
 from ..providers.accounting import Account, Ledger, Money, TokenUse, read_usage
 from ..providers.planner import History, Plan, plan
+from ..providers.repair import Repaired, RepairRules, append_suffix, repair
 from ..providers.rules import CacheRules, RuleTable, vendor_of_model
 from ..providers.shape import Prompt
-from ..providers.simulator import Asked, with_markers
+from ..providers.simulator import Asked, with_automatic, with_markers
 from ..providers.wire_anthropic import bytes_per_token
+from .misses import Diagnosis, Misses, add_request_fields, given_previous
 from .upstreams import Upstream
 
 logger = logging.getLogger("ostinato.gateway")
 
 MAX_HISTORIES: Final = 256
+# Prefixes in one history, and in all of them; one takes about a kilobyte.
+MAX_PREFIXES: Final = 60_000
+MAX_ALL_PREFIXES: Final = 240_000
 MAX_ACCOUNTS: Final = 2000
 # The longest a request waits for another one's first token.
 MAX_WAIT_S: Final = 15.0
+# Reading a body as a prompt takes about 10 ms a megabyte: from here on the others do not wait for it.
+THREAD_BYTES: Final = 128 << 10
 _COUNT: Final = bytes_per_token(4.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Incoming:
+    """A request in the upstream's own API. ``scope`` is whose cache it is, ``tenant`` whose bill."""
+
+    path: str
+    body: bytes
+    parsed: Mapping[str, Any]
+    tenant: str = ""
+    prompt_name: str = ""
+    scope: str = ""
+    betas: str = ""
 
 
 @dataclass(slots=True)
@@ -39,62 +60,95 @@ class Sent:
     asked: Asked | None
     rules: CacheRules | None
     account: Account
+    prompt: Prompt | None = None
+    repairs: tuple[str, ...] = ()
+    diagnosis: Diagnosis | None = None
+    hides_usage: bool = False
     is_begun: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class Booked:
+    """What an answer used, and what it cost; ``miss`` is why the cache was not read."""
+
+    use: TokenUse | None = None
+    money: Money | None = None
+    miss: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Read:
+    """A body as a prompt, after what may be repaired."""
+
+    body: bytes
+    repaired: Repaired
+    prompt: Prompt
+
+
+@dataclass(slots=True)
 class Planning:
     """Histories of all upstreams and tenants, and one ledger. For one event loop."""
 
-    def __init__(self, table: RuleTable) -> None:
-        self._table = table
-        self._histories: OrderedDict[tuple[str, str, str], History] = OrderedDict()
-        self._begun = asyncio.Condition()
-        self.ledger = Ledger(table)
-        self._accounts: set[Account] = set()
-        self.num_unread_usages = 0
+    table: RuleTable
+    clock: Callable[[], float]
+    ledger: Ledger = field(init=False)
+    misses: Misses = field(default_factory=Misses)
+    num_unread_usages: int = 0
+    num_untold_usages: int = 0
+    _histories: OrderedDict[tuple[str, str, str], History] = field(default_factory=OrderedDict)
+    _accounts: set[Account] = field(default_factory=set)
+    _begun: asyncio.Condition = field(default_factory=asyncio.Condition)
+    _num_prepared: int = 0
 
-    async def prepare(
-        self,
-        upstream: Upstream,
-        body: bytes,
-        parsed: Mapping[str, Any],
-        *,
-        tenant: str,
-        betas: str,
-        now_s: float,
-        on: date,
-        clock: Any,
-    ) -> tuple[bytes, Sent]:
+    def __post_init__(self) -> None:
+        self.ledger = Ledger(self.table)
+
+    async def prepare(self, upstream: Upstream, incoming: Incoming, on: date) -> tuple[bytes, Sent]:
         """The body to send, and what to say of it afterwards. Never fails: then nothing is planned."""
-        model = str(parsed.get("model", ""))
+        body, sent = await self._prepare(upstream, incoming, on)
+        if upstream.count_streams and _hides_usage(incoming):
+            sent.hides_usage = True
+            body = _with_usage(body)
+        return body, sent
+
+    async def _prepare(self, upstream: Upstream, incoming: Incoming, on: date) -> tuple[bytes, Sent]:
+        model = str(incoming.parsed.get("model", ""))
         vendor = upstream.vendor or (
             "anthropic" if upstream.protocol == "anthropic" else vendor_of_model(model)
         )
-        account = self._account(Account(vendor, model, tenant))
+        account = self._account(Account(vendor, model, incoming.tenant, incoming.prompt_name))
         try:
-            rules = self._table.rules(vendor, model, on)
+            rules = self.table.rules(vendor, model, on)
         except ParameterError:
-            return body, Sent(None, None, None, account)
+            return incoming.body, Sent(None, None, None, account)
         if upstream.plan == "off":
-            return body, Sent(None, None, rules, account)
+            return incoming.body, Sent(None, None, rules, account)
         try:
-            prompt = self._read(upstream, parsed, vendor, tenant, betas)
-            history = self._history(upstream.name, model, tenant, rules)
-            if upstream.plan == "observe":
-                return body, Sent(history, history.sent(prompt, now_s), rules, account)
-            decided = plan(prompt, history, now_s)
-            if decided.wait_for is not None:
-                await self._wait(history, decided.wait_for)
-                now_s = clock()
-                decided = plan(prompt, history, now_s)
-            changed = self._changed(upstream, body, parsed, prompt, decided)
-            if changed is None:
-                return body, Sent(history, history.sent(prompt, now_s), rules, account)
-            marked = with_markers(prompt, decided.markers)
-            return changed, Sent(history, history.sent(marked, now_s), rules, account)
-        except ParameterError as error:  # the vendor will say so itself
-            logger.debug("not planned: %s", error)
-            return body, Sent(None, None, rules, account)
+            read = await self._read(upstream, incoming, vendor)
+            return await self._planned(upstream, incoming, read, rules, account)
+        except (ParameterError, TypeError, ValueError, RecursionError) as error:
+            # The vendor will say so itself.
+            logger.debug("not planned: %s", type(error).__name__)
+            return incoming.body, Sent(None, None, rules, account)
+
+    async def _planned(
+        self, upstream: Upstream, incoming: Incoming, read: _Read, rules: CacheRules, account: Account
+    ) -> tuple[bytes, Sent]:
+        history = self._history((upstream.name, account.model, incoming.scope), rules)
+        decided, prompt = Plan(), read.prompt
+        if upstream.plan == "plan":
+            decided = await self._decide(prompt, history)
+            prompt = replace(
+                with_markers(prompt, decided.markers), is_explicit=prompt.is_explicit or decided.is_explicit
+            )
+        now_s = self.clock()
+        diagnosis = self._look(upstream, incoming, read, prompt, history, now_s)
+        sent = Sent(history, history.sent(prompt, now_s), rules, account, prompt, diagnosis=diagnosis)
+        made = self._written(upstream, incoming, read, decided, diagnosis)
+        if made is None:
+            return read.body, sent
+        sent.repairs = read.repaired.repairs
+        return made, sent
 
     async def begun(self, sent: Sent, now_s: float) -> None:
         """The first token has come."""
@@ -105,61 +159,108 @@ class Planning:
         async with self._begun:
             self._begun.notify_all()
 
-    async def ended(
-        self, sent: Sent, usage: Mapping[str, Any] | None, on: date
-    ) -> tuple[TokenUse, Money | None] | None:
+    async def ended(self, sent: Sent, usage: Mapping[str, Any] | None, on: date) -> Booked:
         """It is over. ``usage``: what the vendor reported, ``None`` where there was no whole answer."""
         if not sent.is_begun and sent.history is not None and sent.asked is not None:
             sent.history.failed(sent.asked)
             async with self._begun:
                 self._begun.notify_all()
         if usage is None:
-            return None
+            return Booked()
         form = sent.rules.usage if sent.rules is not None else "openai"
         use = read_usage(form, usage)
+        miss = self.misses.ended(sent.diagnosis, use) if sent.diagnosis is not None else None
         if use is None:
             self.num_unread_usages += 1
-            return None
-        return use, self.ledger.add(sent.account, use, on)
+            return Booked(miss=miss)
+        return Booked(use, self.ledger.add(sent.account, use, on), miss)
 
-    async def _wait(self, history: History, digest: bytes) -> None:
-        try:
+    def entered(self, account: Account, usage: Any, rules: CacheRules, on: date) -> Booked:
+        """Enter a request of our own."""
+        use = read_usage(rules.usage, usage)
+        return Booked() if use is None else Booked(use, self.ledger.add(account, use, on))
+
+    async def _decide(self, prompt: Prompt, history: History) -> Plan:
+        """The plan; first whoever writes what this request would read is waited for.
+
+        When that one fails its place is taken by one of those that wait, and the others wait for that.
+        """
+        decided = plan(prompt, history, self.clock())
+        with suppress(TimeoutError):
             async with asyncio.timeout(MAX_WAIT_S), self._begun:
-                await self._begun.wait_for(lambda: digest not in history.writing)
-        except TimeoutError:
-            return
+                while (digest := decided.wait_for) is not None:
+                    while digest in history.writing:
+                        await self._begun.wait()
+                    decided = plan(prompt, history, self.clock())
+        return decided
 
-    def _read(
-        self, upstream: Upstream, parsed: Mapping[str, Any], vendor: str, tenant: str, betas: str
-    ) -> Prompt:
-        if upstream.protocol == "anthropic":
-            return wire_anthropic.read_request(parsed, _COUNT, vendor=vendor, scope=tenant, betas=betas)
-        return wire_openai.read_request(parsed, _COUNT, vendor=vendor, scope=tenant)
+    async def _read(self, upstream: Upstream, incoming: Incoming, vendor: str) -> _Read:
+        if len(incoming.body) < THREAD_BYTES:
+            return _read(upstream, incoming, vendor)
+        return await asyncio.to_thread(_read, upstream, incoming, vendor)
 
-    def _changed(
-        self, upstream: Upstream, body: bytes, parsed: Mapping[str, Any], prompt: Prompt, decided: Plan
-    ) -> bytes | None:
-        """The body with breakpoints; ``None``: as it was. Keys keep their order, values their meaning."""
-        if not decided.markers and decided.cache_key is None:
+    def _look(
+        self,
+        upstream: Upstream,
+        incoming: Incoming,
+        read: _Read,
+        prompt: Prompt,
+        history: History,
+        now_s: float,
+    ) -> Diagnosis | None:
+        if upstream.diagnose == "off":
             return None
-        made: dict[str, Any] = orjson.loads(body)  # a copy: the caller's stays
+        return self.misses.look(
+            (upstream.name, incoming.scope),
+            read.body,
+            with_automatic(prompt, history.rules),
+            history.cache.ask(prompt, now_s, is_peek=True),
+            history,
+            now_s,
+            given_id=given_previous(incoming.parsed),
+            shows_text=upstream.diagnose == "text",
+        )
+
+    def _written(
+        self,
+        upstream: Upstream,
+        incoming: Incoming,
+        read: _Read,
+        decided: Plan,
+        diagnosis: Diagnosis | None,
+    ) -> bytes | None:
+        """The body with all that is added; ``None``: as it was. Keys keep their order."""
+        made: dict[str, Any] = orjson.loads(read.body) if decided.markers else dict(read.repaired.body)
+        asked = made
         if upstream.protocol == "anthropic":
-            wire_anthropic.place_markers(made, decided.paths(prompt))
+            wire_anthropic.place_markers(made, decided.paths(read.prompt))
         else:
-            wire_openai.place_markers(made, decided.paths(prompt), is_explicit=decided.is_explicit)
+            wire_openai.place_markers(made, decided.paths(read.prompt), is_explicit=decided.is_explicit)
             if decided.cache_key is not None:
                 made["prompt_cache_key"] = decided.cache_key
-        return orjson.dumps(made)
+        append_suffix(made, read.repaired.suffix)
+        if diagnosis is not None:
+            asked = add_request_fields(made, upstream.protocol, incoming.path, diagnosis.previous_id)
+        is_changed = bool(decided.markers or decided.cache_key or read.repaired.repairs) or asked is not made
+        return orjson.dumps(asked) if is_changed else None
 
-    def _history(self, upstream: str, model: str, tenant: str, rules: CacheRules) -> History:
-        key = (upstream, model, tenant)
+    def _history(self, key: tuple[str, str, str], rules: CacheRules) -> History:
         history = self._histories.pop(key, None)
         if history is None or history.rules != rules:
-            history = History(rules)
+            history = History(rules, MAX_PREFIXES)
         self._histories[key] = history
+        self._num_prepared += 1
         if len(self._histories) > MAX_HISTORIES:
             self._histories.popitem(last=False)
+        if self._num_prepared % 256 == 0:
+            self._make_room()
         return history
+
+    def _make_room(self) -> None:
+        """Names of models are the clients' to choose: all histories together are bounded, too."""
+        size = sum(history.size for history in self._histories.values())
+        while size > MAX_ALL_PREFIXES and len(self._histories) > 1:
+            size -= self._histories.popitem(last=False)[1].size
 
     def _account(self, account: Account) -> Account:
         """Names come from clients: beyond a number of them all are one."""
@@ -168,3 +269,37 @@ class Planning:
                 return Account(account.vendor, "(others)")
             self._accounts.add(account)
         return account
+
+
+def _read(upstream: Upstream, incoming: Incoming, vendor: str) -> _Read:
+    repaired = Repaired(dict(incoming.parsed), "", ())
+    body = incoming.body
+    if upstream.repair:
+        repaired = repair(incoming.parsed, RepairRules(**dict.fromkeys(upstream.repair, True)))
+        if repaired.repairs:
+            body = orjson.dumps(repaired.body)
+    if upstream.protocol == "anthropic":
+        prompt = wire_anthropic.read_request(
+            repaired.body, _COUNT, vendor=vendor, scope=incoming.scope, betas=incoming.betas
+        )
+    else:
+        prompt = wire_openai.read_request(repaired.body, _COUNT, vendor=vendor, scope=incoming.scope)
+    return _Read(body, repaired, prompt)
+
+
+def _hides_usage(incoming: Incoming) -> bool:
+    """Whether it is a stream that tells no usage unless asked, and is not asked."""
+    parsed = incoming.parsed
+    options = parsed.get("stream_options")
+    is_asked = isinstance(options, Mapping) and options.get("include_usage") is not None
+    return incoming.path in _TELL_WHEN_ASKED and parsed.get("stream") is True and not is_asked
+
+
+_TELL_WHEN_ASKED: Final = ("/v1/chat/completions", "/v1/completions")
+
+
+def _with_usage(body: bytes) -> bytes:
+    made: dict[str, Any] = orjson.loads(body)
+    options = made.get("stream_options")
+    made["stream_options"] = {**(options if isinstance(options, dict) else {}), "include_usage": True}
+    return orjson.dumps(made)

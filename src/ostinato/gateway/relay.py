@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import asynccontextmanager
 from typing import Final
 
@@ -16,7 +16,7 @@ from .upstreams import Upstream
 
 logger = logging.getLogger("ostinato.gateway")
 
-MAX_ANSWER_BYTES: Final = 256 << 20
+MAX_ANSWER_BYTES: Final = 64 << 20
 # Refused before anything was done: it may be sent again.
 _RETRY_STATUS: Final = frozenset({429, 503, 529})
 _FIRST_WAIT_S: Final = 0.5
@@ -26,10 +26,11 @@ _HOP_BY_HOP: Final = frozenset(
         "transfer-encoding", "upgrade", "host", "content-length", "accept-encoding", "expect",
     }
 )  # fmt: skip
-# Not for upstreams: keys are theirs, the rest is between the client and us.
+# Not for upstreams: keys are theirs, the rest is between the client and us, or says where the client is.
 _OURS: Final = frozenset(
-    {"authorization", "x-api-key", "cookie", "x-request-id", "x-ostinato-cache", "x-ostinato-session"}
+    {"authorization", "x-api-key", "cookie", "x-request-id", "forwarded", "via", "x-real-ip"}
 )
+_OURS_PREFIXES: Final = ("x-forwarded", "x-ostinato-")
 _NOT_BACK: Final = _HOP_BY_HOP | {
     "content-encoding",
     "content-type",
@@ -40,12 +41,34 @@ _NOT_BACK: Final = _HOP_BY_HOP | {
 }
 
 
-def request_headers(upstream: Upstream, given: Mapping[str, str], *, is_open: bool) -> dict[str, str]:
-    """What is passed on of a client's headers. Its own key only if this gateway asks for none of its own."""
+def joined_headers(raw: Iterable[tuple[bytes, bytes]]) -> dict[str, str]:
+    """Headers by name; one that comes more than once is a list, but a key, of which the first counts."""
+    found: dict[str, str] = {}
+    for name_bytes, value_bytes in raw:
+        name, value = name_bytes.decode("latin-1").lower(), value_bytes.decode("latin-1")
+        if name not in found:
+            found[name] = value
+        elif name not in ("authorization", "x-api-key"):
+            found[name] += f", {value}"
+    return found
+
+
+def request_headers(
+    upstream: Upstream, given: Mapping[str, str], *, is_open: bool, dropped: str = ""
+) -> dict[str, str]:
+    """What is passed on of a client's headers. Its own key only if this gateway asks for none of its own.
+
+    ``dropped``: where requests are translated, the beginning of names that make no sense there.
+    """
+    between_neighbours = {name.strip().lower() for name in given.get("connection", "").split(",")}
     headers = {
         name: value
         for name, value in given.items()
-        if name not in _HOP_BY_HOP and name not in _OURS and not name.startswith("x-forwarded")
+        if name not in _HOP_BY_HOP
+        and name not in _OURS
+        and name not in between_neighbours
+        and not name.startswith(_OURS_PREFIXES)
+        and not (dropped and name.startswith(dropped))
     }
     headers["accept-encoding"] = "identity"  # so that what passes can be read
     if upstream.key:
@@ -54,10 +77,22 @@ def request_headers(upstream: Upstream, given: Mapping[str, str], *, is_open: bo
         else:
             headers["authorization"] = f"Bearer {upstream.key}"
     elif is_open:
-        headers |= {name: given[name] for name in ("authorization", "x-api-key") if name in given}
+        headers |= _callers_key(upstream, given) if dropped else _callers_headers(given)
     if upstream.protocol == "anthropic":
         headers.setdefault("anthropic-version", "2023-06-01")
     return headers
+
+
+def _callers_headers(given: Mapping[str, str]) -> dict[str, str]:
+    return {name: given[name] for name in ("authorization", "x-api-key") if name in given}
+
+
+def _callers_key(upstream: Upstream, given: Mapping[str, str]) -> dict[str, str]:
+    """Where the upstream's API looks for it."""
+    key = given.get("x-api-key") or given.get("authorization", "").removeprefix("Bearer ").strip()
+    if not key:
+        return {}
+    return {"x-api-key": key} if upstream.protocol == "anthropic" else {"authorization": f"Bearer {key}"}
 
 
 def answer_headers(given: httpx2.Headers) -> list[tuple[bytes, bytes]]:
@@ -123,8 +158,10 @@ class Relay:
         timeout = httpx2.Timeout(
             upstream.idle_timeout_s, connect=upstream.connect_timeout_s, pool=upstream.connect_timeout_s
         )
+        # As they came: latin-1 is every byte as it is.
+        raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
         request = self._client.build_request(
-            "POST", upstream.url + path, content=body, headers=dict(headers), timeout=timeout
+            "POST", upstream.url + path, content=body, headers=raw, timeout=timeout
         )
         return await self._client.send(request, stream=True)
 

@@ -77,12 +77,12 @@ class Planned:
         row.num_requests += 1
         account = Account(prompt.vendor, prompt.model)
         try:
-            decided = plan(prompt, history, now_s)
+            decided = plan(request.planned, history, now_s)
             theirs = vendor.ask(prompt, now_s)
         except ParameterError as error:
             row.num_refused += 1
             return Decision(request, Plan(), str(error))
-        marked = with_markers(prompt, decided.markers)
+        marked = with_markers(request.planned, decided.markers)
         marked = replace(marked, is_explicit=prompt.is_explicit or decided.is_explicit)
         ours = history.sent(marked, now_s)
         row.as_sent += theirs.use

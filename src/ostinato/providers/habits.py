@@ -21,6 +21,7 @@ _NEVER: Final = len(EDGES_S)
 GIVEN_UP_S: Final = 3600.0
 _MOST_COUNTS: Final = 256.0
 _MOST_FRESH: Final = 4
+_MOST_KINDS: Final = 20_000
 
 Kind: TypeAlias = tuple[bytes, str, int]
 
@@ -105,6 +106,11 @@ class Habits:
         self._waiting: OrderedDict[bytes, Ending] = OrderedDict()
         self._kinds: dict[Kind, _Continuations] = {}
 
+    @property
+    def size(self) -> int:
+        """Prefixes and ends of prompts that are remembered."""
+        return len(self._prefixes) + len(self._endings) + len(self._fresh)
+
     def prefix(self, digest: bytes) -> Prefix | None:
         return self._prefixes.get(digest)
 
@@ -183,6 +189,12 @@ class Habits:
                 chance = (known.gaps.within(time_s) + weight * chance) / (seen + weight)
         return chance
 
+    def _of_kind(self, key: Kind) -> _Continuations:
+        """Kinds come from clients' prompts: the one that was new longest ago goes when there are too many."""
+        if key not in self._kinds and len(self._kinds) >= _MOST_KINDS:
+            del self._kinds[next(iter(self._kinds))]
+        return self._kinds.setdefault(key, _Continuations())
+
     def _await(self, digest: bytes, ending: Ending) -> None:
         self._waiting[digest] = ending
         (self._endings if ending.num_turns else self._fresh)[digest] = ending
@@ -193,12 +205,12 @@ class Habits:
             if ending.is_given_up:  # it was counted as lost
                 ending.is_given_up = False
                 for key in (ending.kind, _everything(ending.kind)):
-                    self._kinds[key].gaps.add(None, -1.0)
+                    self._of_kind(key).gaps.add(None, -1.0)
             else:
                 return
         for key in (ending.kind, _everything(ending.kind)):
-            known = self._kinds.setdefault(key, _Continuations())
-            known.num_late -= ending.is_late
+            known = self._of_kind(key)
+            known.num_late = max(0, known.num_late - ending.is_late)
             known.gaps.add(gap_s)
         ending.is_late = False
 
@@ -211,7 +223,7 @@ class Habits:
             self._open[digest] = ending
             ending.is_late = True
             for key in (ending.kind, _everything(ending.kind)):
-                self._kinds.setdefault(key, _Continuations()).num_late += 1
+                self._of_kind(key).num_late += 1
         while self._open:
             digest, ending = next(iter(self._open.items()))
             if now_s - ending.sent_s <= GIVEN_UP_S:
@@ -219,8 +231,8 @@ class Habits:
             del self._open[digest]
             ending.is_given_up, ending.is_late = True, False
             for key in (ending.kind, _everything(ending.kind)):
-                known = self._kinds[key]
-                known.num_late -= 1
+                known = self._of_kind(key)
+                known.num_late = max(0, known.num_late - 1)
                 known.gaps.add(None)
 
 

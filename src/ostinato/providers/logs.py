@@ -17,6 +17,7 @@ import orjson
 
 from ..errors import OstinatoError, TraceError
 from . import wire_anthropic, wire_openai
+from .repair import RepairRules, repair
 from .rules import vendor_of_model
 from .shape import Block, Prompt, digest_of
 from .wire_anthropic import CountTokens
@@ -27,16 +28,23 @@ UNTIMED_GAP_S: Final = 30.0
 
 @dataclass(frozen=True, slots=True)
 class LoggedRequest:
+    """``planned`` is what a plan would begin with: the prompt itself, or what it is once repaired."""
+
     at_s: float
     prompt: Prompt
     where: str
     is_timed: bool
+    planned: Prompt
+    repairs: tuple[str, ...] = ()
 
 
-def read_requests(path: Path, count: CountTokens, *, model: str, vendor: str | None) -> list[LoggedRequest]:
+def read_requests(
+    path: Path, count: CountTokens, *, model: str, vendor: str | None, repairs: RepairRules | None = None
+) -> list[LoggedRequest]:
     """All requests of a file, in order of time.
 
-    ``model`` is for requests that name none. Raises :class:`TraceError`, naming the line.
+    ``model`` is for requests that name none; sessions' text cannot be repaired. Raises :class:`TraceError`,
+    naming the line.
     """
     try:
         data = path.read_bytes()
@@ -50,13 +58,19 @@ def read_requests(path: Path, count: CountTokens, *, model: str, vendor: str | N
         time_s = _time_s(row)
         try:
             if isinstance(row.get("input"), str) and "session_id" in row:
-                prompt = _session_prompt(row, session, count, model, vendor)
+                planned = prompt = _session_prompt(row, session, count, model, vendor)
+                done: tuple[str, ...] = ()
             else:
-                prompt = _body_prompt(row, count, model, vendor)
+                body = _body_of(row, model)
+                planned = prompt = _body_prompt(body, count, vendor)
+                done = ()
+                if repairs is not None:
+                    repaired = repair(body, repairs)
+                    planned, done = _body_prompt(repaired.body, count, vendor), repaired.repairs
         except (OstinatoError, ValueError, TypeError, AttributeError) as error:
             raise TraceError(f"{where}: {error}") from error
         at_s = order * UNTIMED_GAP_S if time_s is None else time_s
-        found.append(LoggedRequest(at_s, prompt, where, time_s is not None))
+        found.append(LoggedRequest(at_s, prompt, where, time_s is not None, planned, done))
     return found
 
 
@@ -94,12 +108,14 @@ def _time_s(row: Mapping[str, Any]) -> float | None:
     return None
 
 
-def _body_prompt(row: Mapping[str, Any], count: CountTokens, model: str, vendor: str | None) -> Prompt:
+def _body_of(row: Mapping[str, Any], model: str) -> Mapping[str, Any]:
     body = next((row[name] for name in ("body", "request") if isinstance(row.get(name), dict)), row)
     if not any(name in body for name in ("messages", "input")):
         raise ValueError("a request needs messages (or input)")
-    if not isinstance(body.get("model"), str):
-        body = {**body, "model": model}
+    return body if isinstance(body.get("model"), str) else {**body, "model": model}
+
+
+def _body_prompt(body: Mapping[str, Any], count: CountTokens, vendor: str | None) -> Prompt:
     name = vendor or vendor_of_model(body["model"])
     if name in ("anthropic", "bedrock"):
         return wire_anthropic.read_request(body, count, vendor=name)

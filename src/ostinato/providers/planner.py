@@ -70,10 +70,12 @@ class Rate:
 class History:
     """What was sent before: habits, what the vendor's cache should hold, and what that has cost so far.
 
-    One history is for one model, its rules, and one scope (workspace, API key).
+    One history is for one model, its rules, and one scope (workspace, API key). ``capacity``: prefixes that
+    are remembered at most.
     """
 
     rules: CacheRules
+    capacity: int = 100_000
     habits: Habits = field(init=False)
     cache: VendorCache = field(init=False)
     writing: dict[bytes, int] = field(default_factory=dict)
@@ -83,8 +85,8 @@ class History:
     rates: dict[bytes, Rate] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.habits = Habits()
-        self.cache = VendorCache(self.rules, capacity=200_000)
+        self.habits = Habits(capacity=self.capacity)
+        self.cache = VendorCache(self.rules, capacity=2 * self.capacity)
 
     def sent(self, prompt: Prompt, now_s: float) -> Asked:
         """A request is sent, with the breakpoints it has. Raises :class:`ParameterError` as ``ask`` does."""
@@ -111,6 +113,18 @@ class History:
             rate.num_keys *= 2
         if len(self.rates) > 10_000:
             del self.rates[next(iter(self.rates))]
+
+    @property
+    def size(self) -> int:
+        """Prefixes that are remembered: what its memory goes with."""
+        return self.habits.size + len(self.cache)
+
+    def kept_alive(self, prompt: Prompt, now_s: float) -> TokenUse:
+        """It was sent once more only to be read: nobody's habit, but it has its price."""
+        asked = self.cache.ask(prompt, now_s)
+        self.saved -= relative_cost(asked.use, self.rules)
+        self.cache.commit(asked, now_s)
+        return asked.use
 
     def begun(self, asked: Asked, now_s: float) -> None:
         """Its first token has come: what it wrote can be read."""

@@ -65,15 +65,21 @@ def repair(body: Mapping[str, Any], rules: RepairRules) -> Repaired:
             made["messages"] = sorted_messages
             repairs.append("messages: keys of arguments by name")
     suffix = ""
-    if rules.volatile and "system" in made:
+    if rules.volatile and "system" in made and _ends_with_user(made.get("messages")):
         made["system"], suffix = _without_volatile(made["system"])
         if suffix:
             repairs.append(f"system: {len(suffix.splitlines())} lines that change go last")
     return Repaired(made, suffix, tuple(repairs))
 
 
+def _ends_with_user(messages: Any) -> bool:
+    """Whether text can go last: behind an answer that is begun it would be the answer's."""
+    last = messages[-1] if isinstance(messages, list) and messages else None
+    return isinstance(last, Mapping) and last.get("role") == "user"
+
+
 def append_suffix(body: dict[str, Any], suffix: str) -> None:
-    """Put text behind the last message of the user, as a block of its own; ``body`` is changed."""
+    """Put text behind the last message, the user's, as a block of its own; ``body`` is changed."""
     messages = body.get("messages")
     if not suffix or not isinstance(messages, list) or not messages:
         return
