@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 MAKEFLAGS += --no-print-directory
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: help setup run demo test check format docs bench bench-engine bench-assembly bench-matching bench-moving bench-peers bench-prefix bench-serve bench-policies bench-responses bench-tiers bench-codecs bench-retention soak soak-tier bench-tenants soak-sim lock clean
+.PHONY: help setup run demo test check format docs bench bench-engine bench-assembly bench-matching bench-moving bench-observe bench-peers bench-prefix bench-serve bench-policies bench-responses bench-tiers bench-codecs bench-retention soak soak-tier bench-tenants soak-sim lock clean
 
 help:  ## Show this
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  %-14s %s\n", $$1, $$2}'
@@ -87,6 +87,9 @@ bench-matching: setup  ## Finding what came back elsewhere in a prompt, among te
 
 bench-moving: setup  ## Moving the KV of 4,096 tokens, against copying it
 	$(BIN)/python benchmarks/moving.py
+
+bench-observe: setup  ## What metrics and trace cost; /metrics with 1,000 prompt names
+	$(BIN)/python benchmarks/observe.py
 
 bench-responses: setup  ## What a kept answer takes; calls that a thousand equal requests make
 	$(BIN)/python benchmarks/responses.py

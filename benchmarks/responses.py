@@ -125,7 +125,7 @@ def over_http(url: str, rounds: int) -> dict[str, Any]:
 def num_calls(url: str) -> int:
     text = Client(url).exchange("GET", "/metrics")[1].decode()
     return sum(
-        int(float(n)) for n in re.findall(r"^ostinato:requests_finished_total\{.*\} (.*)$", text, re.M)
+        int(float(n)) for n in re.findall(r"^ostinato_requests_finished_total\{.*\} (.*)$", text, re.M)
     )
 
 

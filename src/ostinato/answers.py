@@ -71,6 +71,8 @@ class Answer:
             dropped_tokens=sum(s.dropped_tokens for s in self._stats),
             recalled_tokens=max(s.recalled_tokens for s in self._stats),
             retention=self._retention,
+            loaded_tokens=earliest.loaded_tokens,
+            load_s=earliest.load_s,
         )
         return self._assembled.annotate(usage)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
@@ -79,7 +79,7 @@ def build_runtime(
     nonce = str(secrets.randbelow(9 * 10**19) + 10**19)
     tokenizer = HFTokenizer.from_folder(local.path, nonce=nonce)
     template = own_template or template_for(tokenizer, settings.template, clock=clock, nonce=nonce)
-    log = _request_log(settings, clock)
+    log = _request_log(settings, clock, tokenizer.special_tokens.values())
     worker = Worker("ostinato-engine")
 
     def assembler(namespace: Namespace) -> Assembler:
@@ -105,20 +105,28 @@ def build_runtime(
     if log is not None:
         runtime.observers.append(log)
         runtime.on_close.append(log.close)
+    if settings.otel:
+        from .spans import SpanObserver, exported_tracer
+
+        tracer, close = exported_tracer()
+        runtime.observers.append(SpanObserver(tracer, model=runtime.model_name, clock=clock))
+        runtime.on_close.append(close)
     return runtime
 
 
-def _request_log(settings: Settings, clock: Clock) -> RequestLog | None:
+def _request_log(settings: Settings, clock: Clock, marker_ids: Iterable[int]) -> RequestLog | None:
     """The log that was asked for."""
     if settings.trace is None:
         return None
-    from .request_log import RequestLog, log_key
+    from .records import log_key
+    from .request_log import RequestLog
 
     return RequestLog(
         settings.trace,
         key=log_key(settings.trace_key) if settings.trace_key else secrets.token_bytes(32),
         block_tokens=settings.block_size,
         clock=clock,
+        marker_ids=marker_ids,
         with_content=settings.trace_content,
         max_bytes=settings.trace_bytes,
     )

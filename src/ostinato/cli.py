@@ -14,8 +14,10 @@ import click
 from . import (
     __version__,
     cli_cache,
+    cli_diagnose,
     cli_duplicates,
     cli_gateway,
+    cli_metrics,
     cli_prompt,
     cli_providers,
     cli_replay,
@@ -116,6 +118,9 @@ def engine_options(command: F) -> F:
             ),
             click.option(
                 "--trace-content", is_flag=True, default=None, help="Put prompts into that log as well."
+            ),
+            click.option(
+                "--otel", is_flag=True, default=None, help="Send spans to OTEL_EXPORTER_OTLP_ENDPOINT."
             ),
         ]
     ):
@@ -423,7 +428,10 @@ def model_remove(name: str, **options: Any) -> None:
 main.add_command(cli_prompt.template)
 main.add_command(cli_prompt.prompt)
 main.add_command(cli_cache.cache)
+main.add_command(cli_diagnose.diff)
+main.add_command(cli_diagnose.doctor)
 main.add_command(cli_duplicates.duplicates)
+main.add_command(cli_metrics.metrics)
 main.add_command(cli_replay.replay)
 main.add_command(cli_warm.warm)
 main.add_command(cli_gateway.costs)

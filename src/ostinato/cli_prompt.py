@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import secrets
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -13,47 +11,11 @@ from typing import TYPE_CHECKING, Any
 import click
 import orjson
 
-from .config import Settings
+from .cli_model import json_option, model_option, offline_option, store_option, template_of, tokenizer_of
 from .errors import ParameterError
 
 if TYPE_CHECKING:
     from .prompt.template import Template
-    from .prompt.tokens import HFTokenizer
-
-
-def _tokenizer(model: str | None, store: Path | None, offline: bool | None) -> tuple[HFTokenizer, str]:
-    """The tokenizer of a model that is here or is fetched, and the nonce it was made with."""
-    from .models.fetch import fetch
-    from .models.store import ModelStore
-    from .prompt.tokens import HFTokenizer
-
-    settings = Settings.from_environment(os.environ, model=model, store=store, offline=offline)
-    assert settings.store is not None
-    local = fetch(
-        settings.model,
-        ModelStore(settings.store),
-        progress=None,
-        offline=settings.offline,
-        token=settings.hf_token,
-    )
-    nonce = str(secrets.randbelow(9 * 10**19) + 10**19)
-    return HFTokenizer.from_folder(local.path, nonce=nonce), nonce
-
-
-def _template(tokenizer: HFTokenizer, nonce: str, choice: str) -> Template:
-    from .ports import SystemClock
-    from .prompt.template import template_for
-
-    template = template_for(tokenizer, choice, clock=SystemClock(), nonce=nonce)
-    if template is None:
-        raise ParameterError("this model has no chat template of its own: name one", param="template")
-    return template
-
-
-_MODEL = click.option("--model", help="Whose tokenizer (and template) to take.")
-_STORE = click.option("--store", type=click.Path(path_type=Path, file_okay=False), help="Model store.")
-_OFFLINE = click.option("--offline", is_flag=True, default=None, help="Never ask the network for a model.")
-_JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 
 
 _SMALL_LOG = 10
@@ -66,7 +28,7 @@ def template() -> None:
 
 
 @template.command("list")
-@_JSON
+@json_option
 def template_list(as_json: bool) -> None:
     """List the chat formats that are written as code, with the source of each."""
     from .prompt.formats import FORMATS
@@ -85,9 +47,9 @@ def template_list(as_json: bool) -> None:
 
 @template.command("show")
 @click.argument("name")
-@_MODEL
-@_STORE
-@_OFFLINE
+@model_option
+@store_option
+@offline_option
 def template_show(name: str, model: str | None, store: Path | None, offline: bool | None) -> None:
     """Show what template NAME (auto, a format, or a file) makes of a small conversation, and what it leaves
     out of others.
@@ -106,7 +68,7 @@ def template_show(name: str, model: str | None, store: Path | None, offline: boo
         for option, value in FORMATS[name].options.items():
             click.echo(f"option {option} = {value!r}")
     else:
-        chosen = _template(*_tokenizer(model, store, offline), name)
+        chosen = template_of(*tokenizer_of(model, store, offline), name)
         click.echo(chosen.name)
     click.echo(f"identity {chosen.identity}")
     click.echo(_what_it_knows(chosen) + "\n")
@@ -123,10 +85,10 @@ def template_show(name: str, model: str | None, store: Path | None, offline: boo
 @template.command("check")
 @click.argument("name", required=False)
 @click.option("--all", "check_all", is_flag=True, help="The model's own template and every format.")
-@_MODEL
-@_STORE
-@_OFFLINE
-@_JSON
+@model_option
+@store_option
+@offline_option
+@json_option
 @click.pass_context
 def template_check(
     ctx: click.Context,
@@ -146,10 +108,12 @@ def template_check(
     from .prompt.formats import FORMATS
     from .prompt.unrendered import knowledge
 
-    tokenizer, nonce = _tokenizer(model, store, offline)
+    tokenizer, nonce = tokenizer_of(model, store, offline)
     own = ["auto"] if tokenizer.chat_template is not None else []
     choices = [*own, *FORMATS] if check_all else [name or "auto"]
-    reports = [(choice, check_template(_template(tokenizer, nonce, choice), tokenizer)) for choice in choices]
+    reports = [
+        (choice, check_template(template_of(tokenizer, nonce, choice), tokenizer)) for choice in choices
+    ]
     if as_json:
         records = [
             {
@@ -159,7 +123,7 @@ def template_check(
                 "knows": {**asdict(knowledge(made)), "calls_in_answers": _calls_of(made)},
             }
             for choice, report in reports
-            for made in [_template(tokenizer, nonce, choice)]
+            for made in [template_of(tokenizer, nonce, choice)]
         ]
         click.echo(json.dumps(records, ensure_ascii=False))
     else:
@@ -167,7 +131,7 @@ def template_check(
             found = report.problems[0] if report.problems else " ".join(report.markers) or "no markers"
             click.echo(f"{'fits    ' if report.is_good else 'does not'}  {choice:18} {found}")
             if not check_all:
-                click.echo(_what_it_knows(_template(tokenizer, nonce, choice)))
+                click.echo(_what_it_knows(template_of(tokenizer, nonce, choice)))
             for note in report.notes if not check_all or choice == "auto" else ():
                 click.echo(f"          note: {note}")
     deciding = [report for choice, report in reports if not check_all or choice == "auto"]
@@ -201,10 +165,10 @@ def prompt() -> None:
     type=click.IntRange(1),
     help=f"Show of a log what is found in so many requests. [default: 2, of {_SMALL_LOG} or fewer 1]",
 )
-@_MODEL
-@_STORE
-@_OFFLINE
-@_JSON
+@model_option
+@store_option
+@offline_option
+@json_option
 def prompt_lint(
     file: Path,
     min_requests: int | None,
@@ -223,7 +187,7 @@ def prompt_lint(
     """
     from .prompt.lint import lint_requests
 
-    tokenizer, _ = _tokenizer(model, store, offline)
+    tokenizer, _ = tokenizer_of(model, store, offline)
 
     def count(text: str) -> int:
         return len(tokenizer.encode(text))

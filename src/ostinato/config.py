@@ -89,6 +89,7 @@ class Settings:
         trace_content: put prompts and salts into that log as well.
         trace_key: secret behind the log's digests; ``None``: a new one at every start, so that digests of
             two runs cannot be compared.
+        otel: send a span of every request over OTLP, to where OpenTelemetry's own variables say.
         trace_bytes: size at which a log is moved to ``FILE.1`` and begun anew.
         warm: request log to warm the cache from once the server answers; ``None``: none.
         warm_top: prefixes to warm at most.
@@ -149,6 +150,7 @@ class Settings:
     trace_content: bool = False
     trace_key: str | None = None
     trace_bytes: int = 256 << 20
+    otel: bool = False
     warm: Path | None = None
     warm_top: int = 16
     answers: str | None = None

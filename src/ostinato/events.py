@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
@@ -73,6 +73,20 @@ class RequestFinished:
 
 
 @dataclass(frozen=True, slots=True)
+class RequestServed:
+    """A request ended that a response cache answered, with an answer that was kept or under way for another.
+
+    The engine had nothing to do with it: ``usage.served`` says who answered. All of its prompt counts as
+    cached.
+    """
+
+    finish_reason: FinishReason
+    usage: Usage
+    request: GenerationRequest
+    namespace: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class TierLoaded:
     """Blocks were read from a lower tier, which made ``num_tokens`` of a prompt findable.
 
@@ -85,17 +99,32 @@ class TierLoaded:
     duration_s: float
 
 
+ReuseLayer: TypeAlias = Literal["arena", "shared", "recalled", "non_prefix", "exact", "semantic", "provider"]
+"""Where tokens of a prompt came from that were not computed: KV that was in memory, in the shared tier, in
+what a budget had dropped, or stood elsewhere; a whole answer that was kept for an equal request (or was under
+way for one) or for one that means the same; a vendor's prompt cache."""
+
+
+# ---------------------------------------------------------------- whole answers
+
+
 AnswerOutcome: TypeAlias = Literal["exact", "joined", "semantic", "miss", "bypass"]
 
 
 @dataclass(frozen=True, slots=True)
 class AnswerLookedUp:
     """A request came by the response caches. ``miss``: it was computed, and could have been kept before;
-    ``bypass``: it is none that answers are kept for, or said so itself."""
+    ``bypass``: it is none that answers are kept for, or said so itself.
+
+    ``num_tokens`` are the answer's, where it was kept. ``layers`` were asked for it, for
+    ``num_prompt_tokens`` (0: not known yet).
+    """
 
     outcome: AnswerOutcome
     age_s: float = 0.0
     num_tokens: int = 0
+    num_prompt_tokens: int = 0
+    layers: tuple[ReuseLayer, ...] = ()
 
 
 AnswerFate: TypeAlias = Literal["stored", "unfit", "refused", "dropped", "failed"]
@@ -120,6 +149,99 @@ class AnswerMissed:
     reason: AnswerMiss
 
 
+# ---------------------------------------------------------------- what is told of a request
+
+
+StopReason: TypeAlias = Literal["whole", "end", "parts", "unseen", "gone", "pending", "unknown"]
+"""Why a look-up went no further. ``whole``: there was no more to find. ``end``: nobody had asked for more,
+the prompt goes on where another ended. ``parts``: others had this beginning and went on otherwise.
+``unseen``: no prompt began like this. ``gone``: more had been computed and was given up since. ``pending``:
+more was being computed for another request that had not ended. ``unknown``: it is not known what had been
+asked before."""
+
+RequestPattern: TypeAlias = Literal["one_shot", "chat", "agent", "rag", "completion"]
+
+
+@dataclass(frozen=True, slots=True)
+class MatchStop:
+    """Where the look-up of a prompt stopped, and why.
+
+    The first ``num_tokens`` were found; ``num_known_tokens`` (whole blocks) had been computed at some time.
+    For ``gone`` and ``pending``: the longest of these prompts ended ``age_s`` before this one arrived (less
+    than nothing: after).
+    """
+
+    num_tokens: int
+    reason: StopReason
+    num_known_tokens: int = 0
+    age_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class PromptSegment:
+    """A part of a prompt from one marker of the template to the next. ``digest`` is of its own tokens alone,
+    under the trace's key and the request's namespace: equal digests are equal parts, wherever they stand."""
+
+    num_tokens: int
+    digest: int
+
+
+@dataclass(frozen=True, slots=True)
+class RequestRecord:
+    """One request as it is told to people: a line of the trace, a row of the dashboard.
+
+    :class:`~ostinato.records.RecordMaker` makes it of a :class:`RequestFinished` or :class:`RequestServed`.
+
+    Attributes:
+        id: the id of the answer.
+        arrived_s: since the Unix epoch.
+        usage: tokens and seconds; :func:`reuse_of` says which layer saved what.
+        namespace: digest of the one it was asked in.
+        block_tokens: tokens of a block.
+        block_ids: an id for the end of each block of the prompt, of the last one also where it is not full;
+            equal ids are equal beginnings. Empty where an answer was kept: its prompt was not looked up.
+        segments: the prompt's parts, in order; empty likewise.
+        stop: where the look-up in the KV cache stopped.
+        pattern: what kind of request it is.
+        session: digest of its session's id, if it has one.
+        evicted: tokens that the prefix cache gave up since the record before this one, by reason.
+        num_unrecorded: requests before this one of which there is no record.
+        request: what was asked, text included: for whoever is allowed to see it.
+        tokens: of the prompt; likewise.
+    """
+
+    id: str
+    arrived_s: float
+    finish_reason: FinishReason
+    usage: Usage
+    namespace: str
+    block_tokens: int
+    block_ids: tuple[int, ...]
+    segments: tuple[PromptSegment, ...]
+    stop: MatchStop
+    pattern: RequestPattern
+    session: int | None = None
+    evicted: Mapping[EvictionReason, int] = field(default_factory=dict)
+    num_unrecorded: int = 0
+    request: GenerationRequest | None = field(default=None, compare=False)
+    tokens: TokenArray | None = field(default=None, compare=False)
+
+
+def reuse_of(usage: Usage) -> dict[ReuseLayer, int]:
+    """Prompt tokens that were not computed, by the layer they came from; layers that gave none are left
+    out."""
+    served = usage.served
+    if served is not None:
+        layer: ReuseLayer = "semantic" if served.layer == "semantic" else "exact"
+        return {layer: usage.prompt_tokens} if usage.prompt_tokens else {}
+    found: dict[ReuseLayer, int] = {
+        "arena": usage.cached_tokens - usage.loaded_tokens,
+        "shared": usage.loaded_tokens,
+        "recalled": usage.recalled_tokens,
+    }
+    return {name: count for name, count in found.items() if count}
+
+
 Event: TypeAlias = (
     PrefixLookedUp
     | BlocksStored
@@ -127,6 +249,7 @@ Event: TypeAlias = (
     | Preempted
     | StepFinished
     | RequestFinished
+    | RequestServed
     | TierLoaded
     | AnswerLookedUp
     | AnswerFiled

@@ -19,7 +19,7 @@ from typing import Protocol
 import orjson
 
 from .delivery import Cancellable, iterate, stream
-from .events import AnswerLookedUp, AnswerOutcome, Observer
+from .events import AnswerLookedUp, AnswerOutcome, Observer, RequestServed, ReuseLayer
 from .kv.terms import model_id, prompt_id, tenant_of
 from .ports import Clock, Tokenizer
 from .prompt.template import reads_clock
@@ -154,7 +154,8 @@ class Front:
         if isinstance(found, Joined):
             outcome: AnswerOutcome = "miss" if found.is_leader else "joined"
             served = None if found.is_leader else Served("joined")
-            self._say(outcome, served, 0)
+            prepared = ready.prepared if served is None else None
+            self._say(ready, outcome, served, 0, 0 if prepared is None else len(prepared.tokens))
             sink = deliver if served is None else self._retimed(ready, served, deliver)
             found.passenger.start(sink)
             return FrontHandle(outcome, served, found.passenger)
@@ -167,7 +168,7 @@ class Front:
             sink(chunk)
         usage = chunks[-1].usage
         assert usage is not None, "a kept answer without its end"
-        self._say(served.layer, served, usage.completion_tokens)
+        self._say(ready, served.layer, served, usage.completion_tokens, usage.prompt_tokens)
         return FrontHandle(served.layer, served, None)
 
     def iterate(self, ready: Ready) -> Iterator[Chunk]:
@@ -224,7 +225,7 @@ class Front:
         """The runtime's answer to what the exact cache has no part in."""
         assert ready.prepared is not None, "a request that is neither answered nor prepared"
         if not ready.request.is_warming:
-            self._say("bypass", None, 0)
+            self._say(ready, "bypass", None, 0, len(ready.prepared.tokens))
         if self.second is not None and not ready.request.is_warming:
             deliver = self._filing(ready, deliver)
         return FrontHandle("bypass", None, self.runtime.start(ready.prepared, deliver))
@@ -268,13 +269,24 @@ class Front:
             passed_s = self._clock.monotonic() - ready.arrived_s
             first_s = passed_s if first_s is None else first_s
             if (usage := chunk.usage) is not None:
-                chunk = replace(chunk, usage=_served(usage, served, first_s, passed_s))
+                usage = _served(usage, served, first_s, passed_s)
+                chunk = replace(chunk, usage=usage)
+                if not ready.request.is_warming:
+                    space = self.runtime.assembler.namespace.with_salt(ready.request.salt).digest
+                    reason = chunk.finish_reason or "stop"
+                    self.runtime.observe(RequestServed(reason, usage, ready.request, space))
             deliver(chunk)
 
         return sink
 
-    def _say(self, outcome: AnswerOutcome, served: Served | None, num_tokens: int) -> None:
-        self.runtime.observe(AnswerLookedUp(outcome, 0.0 if served is None else served.age_s, num_tokens))
+    def _say(
+        self, ready: Ready, outcome: AnswerOutcome, served: Served | None, num_tokens: int, num_prompt: int
+    ) -> None:
+        layers: tuple[ReuseLayer, ...] = () if ready.asked is None else ("exact",)
+        if self.second is not None and outcome in ("semantic", "miss", "bypass"):
+            layers += ("semantic",)
+        age_s = 0.0 if served is None else served.age_s
+        self.runtime.observe(AnswerLookedUp(outcome, age_s, num_tokens, num_prompt, layers))
 
     # ------------------------------------------------------------ what else the doors need
 
@@ -322,5 +334,7 @@ def _served(usage: Usage, served: Served, first_s: float, total_s: float) -> Usa
         ttft_s=first_s,
         queue_s=0.0,
         total_s=total_s,
+        loaded_tokens=0,
+        load_s=0.0,
         served=served,
     )

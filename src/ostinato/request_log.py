@@ -1,9 +1,8 @@
 """The request log: one line of JSON a request, without text unless that is asked for.
 
 A line is one of Mooncake's traces (``timestamp`` ms, ``input_length``, ``output_length``, ``hash_ids``) with
-more beside it, so that whatever replays those replays these (docs/trace.md). An id names a prompt up to the
-end of one block. It is a digest under a secret key: who has the log cannot try out what a prompt was, and who
-has another log cannot compare the two unless both were written with the same key.
+more beside it, so that whatever replays those replays these (docs/trace.md). It is a
+:class:`~ostinato.events.RequestRecord` written down.
 
 The engine's thread only puts a reference into a queue. A thread of its own digests and writes; where it
 cannot keep up, lines are dropped and the next one says how many.
@@ -15,59 +14,41 @@ import logging
 import os
 import threading
 from collections import deque
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Final
 
 import orjson
-from blake3 import blake3
 
 from .errors import ParameterError
-from .events import Event, RequestFinished
+from .events import (
+    BlocksEvicted,
+    Event,
+    EvictionReason,
+    RequestFinished,
+    RequestRecord,
+    RequestServed,
+    reuse_of,
+)
 from .ports import Clock
 from .prompt.conversation import message_as_dict
-from .types import Conversation, GenerationRequest, SamplingParams, TokenArray
+from .records import EvictionTally, RecordMaker
+from .types import Conversation, GenerationRequest, SamplingParams
 
 _log = logging.getLogger(__name__)
 
 VERSION: Final = 1
-_KEY_CONTEXT: Final = "ostinato request log key v1"
-_ID_BITS: Final = 53
-"""What every reader of JSON keeps. Among a million prefixes two share an id with a chance of 1 to 18,000."""
-
 _MAX_PENDING: Final = 4096
 _MAX_PENDING_TOKENS: Final = 4 << 20
 
 
-def log_key(secret: str) -> bytes:
-    """The 32 bytes that digests are keyed with, from an operator's secret of any length."""
-    return blake3(secret.encode("utf-8", "surrogatepass"), derive_key_context=_KEY_CONTEXT).digest()
-
-
-def block_ids(key: bytes, namespace: str, tokens: TokenArray, block_tokens: int) -> list[int]:
-    """An id for the end of each block of ``tokens``, also of the last one where it is not full.
-
-    Equal ids mean equal tokens from the first one on, in namespaces of equal digest, under equal keys.
-    """
-    data = tokens.astype("<i4", copy=False).tobytes()
-    parent = blake3(namespace.encode(), key=key).digest()
-    ids: list[int] = []
-    for at in range(0, len(data), 4 * block_tokens):
-        parent = blake3(parent + data[at : at + 4 * block_tokens], key=key).digest()
-        ids.append(_id(parent))
-    return ids
-
-
-def _id(digest: bytes) -> int:
-    return int.from_bytes(digest[:8], "little") >> (64 - _ID_BITS)
-
-
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    event: RequestFinished
-    request: GenerationRequest
-    tokens: TokenArray
+    event: RequestFinished | RequestServed
     arrived_s: float
+    num_tokens: int
+    evicted: Mapping[EvictionReason, int]
 
 
 class RequestLog:
@@ -84,21 +65,21 @@ class RequestLog:
         key: bytes,
         block_tokens: int,
         clock: Clock,
+        marker_ids: Iterable[int] = (),
         with_content: bool = False,
         max_bytes: int = 256 << 20,
     ) -> None:
-        """``with_content``: prompts as they were asked, and salts, go into the log as well.
+        """``marker_ids``: the model's special tokens, at which prompts are parted into segments.
+
+        ``with_content``: prompts as they were asked, and salts, go into the log as well.
 
         Raises:
             ParameterError: the file cannot be written.
         """
-        assert block_tokens >= 1, f"blocks of {block_tokens} tokens"
-        assert len(key) == 32, f"a key of {len(key)} bytes"
         self.path = path
         self.num_dropped = 0
-        self._key = key
-        self._key_name = blake3(b"name", key=key).hexdigest(length=4)
-        self._block_tokens = block_tokens
+        self._maker = RecordMaker(key, block_tokens, marker_ids)
+        self._evicted = EvictionTally()
         self._clock = clock
         self._with_content = with_content
         self._max_bytes = max_bytes
@@ -119,18 +100,24 @@ class RequestLog:
         self._thread.start()
 
     def __call__(self, event: Event) -> None:
-        if not isinstance(event, RequestFinished) or event.request is None or event.tokens is None:
+        if isinstance(event, BlocksEvicted):
+            with self._changed:
+                self._evicted.add(event)
+        if not isinstance(event, RequestFinished | RequestServed) or event.request is None:
             return
-        if event.request.is_warming:
-            return  # or the next warming would learn from the last one
-        entry = _Entry(event, event.request, event.tokens, self._clock.now() - event.usage.total_s)
+        num_tokens = 0
+        if isinstance(event, RequestFinished):
+            if event.tokens is None or event.request.is_warming:
+                return  # of warming, or the next one would learn from the last one
+            num_tokens = len(event.tokens)
+        arrived_s = self._clock.now() - event.usage.total_s
         with self._changed:
             is_full = len(self._queue) >= _MAX_PENDING
             if self._is_closing or is_full or self._pending_tokens > _MAX_PENDING_TOKENS:
                 self._drop(1)
                 return
-            self._queue.append(entry)
-            self._pending_tokens += len(entry.tokens)
+            self._queue.append(_Entry(event, arrived_s, num_tokens, self._evicted.take()))
+            self._pending_tokens += num_tokens
             self._changed.notify_all()
 
     def flush(self, timeout_s: float) -> bool:
@@ -168,7 +155,11 @@ class RequestLog:
     def _write(self, entry: _Entry) -> None:
         with self._changed:
             num_unsaid = self._num_unsaid
-        line = self._line(entry, num_unsaid)
+        record = self._maker.make(
+            entry.event, entry.arrived_s, evicted=entry.evicted, num_unrecorded=num_unsaid
+        )
+        assert record is not None, "an event of which nothing can be said was put into the queue"
+        line = line_of(record, self._maker.key_name, with_content=self._with_content)
         try:
             data = orjson.dumps(line, option=orjson.OPT_APPEND_NEWLINE)
             self._follow()
@@ -211,43 +202,53 @@ class RequestLog:
             _write_all(fd, b"\n")  # a line that a crash cut short stays a bad line of its own
         return fd
 
-    # ------------------------------------------------------------ the line
 
-    def _line(self, entry: _Entry, num_dropped: int) -> dict[str, Any]:
-        usage, request = entry.event.usage, entry.request
-        line: dict[str, Any] = {
-            "v": VERSION,
-            "timestamp": round(entry.arrived_s * 1000),
-            "id": request.request_id,
-            "key": self._key_name,
-            "input_length": len(entry.tokens),
-            "output_length": usage.completion_tokens,
-            "cached_tokens": usage.cached_tokens,
-            "written_tokens": usage.written_tokens,
-            "choices": request.num_choices,
-            "finish_reason": entry.event.finish_reason,
-            "queue_s": round(usage.queue_s, 6),
-            "ttft_s": round(usage.ttft_s, 6),
-            "total_s": round(usage.total_s, 6),
-            "block_tokens": self._block_tokens,
-            "hash_ids": block_ids(self._key, entry.event.namespace, entry.tokens, self._block_tokens),
-        }
-        if usage.approximate_tokens:
-            line["approximate_tokens"] = usage.approximate_tokens
-        if usage.retention:
-            line["retention"], line["kv_dropped_tokens"] = usage.retention, usage.dropped_tokens
-        if usage.prompt_name:
-            line["prompt_name"] = usage.prompt_name
-        if request.session is not None:
-            space = entry.event.namespace.encode()
-            name = request.session.id.encode("utf-8", "surrogatepass")
-            line["session"] = _id(blake3(b"session" + space + name, key=self._key).digest())
-        if num_dropped:
-            line["dropped"] = num_dropped
-        if self._with_content:
-            line["request"] = _content(request)
-            line["salt"] = request.salt
-        return line
+def line_of(record: RequestRecord, key_name: str, *, with_content: bool) -> dict[str, Any]:
+    """A record as it is written: docs/trace.md says what each field means."""
+    usage, request = record.usage, record.request
+    hits = {str(layer): num_tokens for layer, num_tokens in reuse_of(usage).items()}
+    stop: dict[str, Any] = {"at": record.stop.num_tokens, "why": record.stop.reason}
+    if record.stop.num_known_tokens > record.stop.num_tokens:
+        stop |= {"known": record.stop.num_known_tokens, "age_s": record.stop.age_s}
+    line: dict[str, Any] = {
+        "v": VERSION,
+        "timestamp": round(record.arrived_s * 1000),
+        "id": record.id,
+        "key": key_name,
+        "input_length": usage.prompt_tokens if record.tokens is None else len(record.tokens),
+        "output_length": usage.completion_tokens,
+        "cached_tokens": usage.cached_tokens,
+        "written_tokens": usage.written_tokens,
+        "hits": hits,
+        "choices": 1 if request is None else request.num_choices,
+        "finish_reason": record.finish_reason,
+        "pattern": record.pattern,
+        "queue_s": round(usage.queue_s, 6),
+        "ttft_s": round(usage.ttft_s, 6),
+        "total_s": round(usage.total_s, 6),
+        "block_tokens": record.block_tokens,
+        "hash_ids": record.block_ids,
+        "stop": stop,
+    }
+    given: dict[str, Any] = {
+        "load_s": round(usage.load_s, 6),
+        "segments": [[segment.num_tokens, segment.digest] for segment in record.segments],
+        "evicted": dict(record.evicted),
+        "approximate_tokens": usage.approximate_tokens,
+        "prompt_name": usage.prompt_name,
+        "session": record.session,
+        "dropped": record.num_unrecorded,
+    }
+    line |= {name: value for name, value in given.items() if value}
+    if usage.served is not None:
+        line["served"] = usage.served.layer
+        line["age_s"] = round(usage.served.age_s, 3)
+    if usage.retention:
+        line["retention"], line["kv_dropped_tokens"] = usage.retention, usage.dropped_tokens
+    if with_content and request is not None:
+        line["request"] = _content(request)
+        line["salt"] = request.salt
+    return line
 
 
 def _content(request: GenerationRequest) -> dict[str, Any]:

@@ -351,6 +351,7 @@ class Usage:
     ``kept_tokens`` of the prompt's are answers in the tokens they were generated in, where asked for.
     ``served``: a response cache had the answer; then nothing was computed, and all of the prompt counts as
     cached.
+    ``loaded_tokens`` of the cached ones were read from the shared tier, which took ``load_s``.
     ``dropped_tokens`` of prompt and answer had no KV any more at the end, by the method ``retention``, where
     a budget was asked for; ``recalled_tokens`` of the prompt were not computed: their KV came back from what
     an earlier turn, kept in the same way, had kept or dropped.
@@ -373,6 +374,8 @@ class Usage:
     dropped_tokens: int = 0
     recalled_tokens: int = 0
     retention: str = ""
+    loaded_tokens: int = 0
+    load_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

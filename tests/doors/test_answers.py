@@ -533,8 +533,8 @@ def test_two_keys_never_share_and_the_operator_looks_after_both(served: Served) 
         with pytest.raises(openai.NotFoundError):
             admin.post("/cache/forget", body={"id": "answer-none"}, cast_to=object)
         metrics = anna._client.get(f"{served.keyed_url}/metrics").text
-        assert 'ostinato:response_cache_requests_total{outcome="exact"} ' in metrics
-        assert 'ostinato:response_cache_entries{kind="exact"}' in metrics
+        assert 'ostinato_response_cache_requests_total{outcome="exact"} ' in metrics
+        assert 'ostinato_response_cache_entries{kind="exact"}' in metrics
 
 
 def test_a_hundred_over_http_are_one_call(served: Served) -> None:

@@ -229,7 +229,7 @@ class Served:
     def metric(self, name: str) -> float:
         with urllib.request.urlopen(self.url + "/metrics") as reply:
             lines = reply.read().decode().splitlines()
-        return next(float(line.split()[-1]) for line in lines if line.startswith(f"ostinato:{name} "))
+        return next(float(line.split()[-1]) for line in lines if line.startswith(f"ostinato_{name} "))
 
     def run(self, *words: str, code: int = 0) -> str:
         result = CliRunner().invoke(main, ["cache", *words, "--url", self.url, "--admin-key", ADMIN])

@@ -82,7 +82,7 @@ class Running:
 
     def wait_for_write_back(self) -> None:
         deadline = time.monotonic() + 30
-        while re.search(r"^ostinato:kv_tier_buffered_bytes (?!0)", self.call("/metrics"), re.MULTILINE):
+        while re.search(r"^ostinato_kv_tier_buffered_bytes (?!0)", self.call("/metrics"), re.MULTILINE):
             assert time.monotonic() < deadline, "blocks are still on their way"
             time.sleep(0.05)
 

@@ -274,7 +274,7 @@ def test_a_named_prompt_over_the_wire_counts_by_name(client: openai.OpenAI, engi
     url = str(client.base_url).removesuffix("/v1/") + "/metrics"
     with urllib.request.urlopen(url, timeout=30) as answer:
         text = answer.read().decode()
-    counts = dict(re.findall(r"^ostinato:named_prompt_(\w+?)_total\{prompt=\"guide\"\} (\S+)$", text, re.M))
+    counts = dict(re.findall(r"^ostinato_named_prompt_(\w+?)_total\{prompt=\"guide\"\} (\S+)$", text, re.M))
     assert set(counts) == {"requests", "tokens", "cached_tokens"}
     assert float(counts["tokens"]) >= reply.usage.prompt_tokens
 

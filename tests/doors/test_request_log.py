@@ -19,7 +19,8 @@ from ostinato.cli import main
 from ostinato.errors import ParameterError
 from ostinato.events import RequestFinished
 from ostinato.ports import SystemClock
-from ostinato.request_log import RequestLog, block_ids, log_key
+from ostinato.records import block_ids, log_key
+from ostinato.request_log import RequestLog
 from ostinato.sim.traces import read_mooncake
 from ostinato.types import Conversation, GenerationRequest, Message, Usage
 

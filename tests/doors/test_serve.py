@@ -44,7 +44,7 @@ class Served:
     def held_blocks(self) -> int:
         with urllib.request.urlopen(f"{self.url}/metrics", timeout=30) as reply:
             text = reply.read().decode()
-        found = re.search(r'^ostinato:kv_blocks\{state="held"\} (\S+)', text, re.MULTILINE)
+        found = re.search(r'^ostinato_kv_blocks\{state="held"\} (\S+)', text, re.MULTILINE)
         assert found
         return int(float(found.group(1)))
 

@@ -52,7 +52,7 @@ def test_what_the_tier_does_can_be_watched(folder: Path, tmp_path: Path) -> None
         registry.register(LoadGauges(engine.runtime.health))
         families = text_string_to_metric_families(exposition(registry)[0].decode())
         samples = [sample for family in families for sample in family.samples]
-        return {s.name.removeprefix("ostinato:") + "".join(s.labels.values()): s.value for s in samples}
+        return {s.name.removeprefix("ostinato_") + "".join(s.labels.values()): s.value for s in samples}
 
     with ostinato.load(folder, **settings) as engine:
         cold = engine.chat(TALK, **OPTIONS)

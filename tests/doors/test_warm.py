@@ -217,7 +217,7 @@ def test_a_server_answers_at_once_and_warms_meanwhile(folder: Path, log: Path) -
 def stored_tokens(served: Served) -> int:
     with urllib.request.urlopen(f"{served.url}/metrics", timeout=30) as reply:
         text = reply.read().decode()
-    found = re.search(r"^ostinato:prefix_cache_stored_tokens_total (\S+)", text, re.MULTILINE)
+    found = re.search(r"^ostinato_prefix_cache_stored_tokens_total (\S+)", text, re.MULTILINE)
     assert found
     return int(float(found.group(1)))
 

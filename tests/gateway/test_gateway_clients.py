@@ -158,7 +158,7 @@ def test_costs_are_counted_and_shown(claude: Anthropic, url: str) -> None:
     table = CliRunner().invoke(main, ["costs", "--url", url], env={"COLUMNS": "200"}).output
     assert "claude-opus-5" in table
     metrics = httpx2.get(f"{url}/metrics").text
-    assert 'ostinato:upstream_tokens_total{kind="output",vendor="anthropic"}' in metrics
+    assert 'ostinato_upstream_tokens_total{kind="output",vendor="anthropic"}' in metrics
 
 
 def test_keys_of_the_gateway_never_reach_an_upstream(upstream: Running) -> None:

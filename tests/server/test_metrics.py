@@ -5,16 +5,18 @@ from __future__ import annotations
 from prometheus_client.parser import text_string_to_metric_families
 
 from ostinato.events import (
+    AnswerLookedUp,
     BlocksEvicted,
     BlocksStored,
     Preempted,
     PrefixLookedUp,
     RequestFinished,
+    RequestServed,
     StepFinished,
     TierLoaded,
 )
 from ostinato.observe import PrometheusObserver, exposition, new_registry
-from ostinato.types import Trim, Usage
+from ostinato.types import Conversation, GenerationRequest, Message, Served, Trim, Usage
 from server.conftest import Running, Start
 from server.wire import chat_body
 
@@ -30,7 +32,7 @@ def samples(text: str) -> dict[str, float]:
             labels = ",".join(f"{key}={value}" for key, value in sorted(sample.labels.items()))
             name = f"{sample.name}{{{labels}}}" if labels else sample.name
             assert name not in found
-            found[name.removeprefix("ostinato:")] = sample.value
+            found[name.removeprefix("ostinato_")] = sample.value
     return found
 
 
@@ -70,8 +72,11 @@ def test_events_become_series() -> None:
     assert found["requests_finished_total{finish_reason=stop}"] == 1
     assert found["requests_finished_total{finish_reason=abort}"] == 1
     assert found["inter_token_latency_seconds_count"] == 3
-    assert found["time_to_first_token_seconds_count"] == 1, "a request without a token has no time to it"
-    assert found["time_to_first_token_seconds_sum"] == 0.3
+    name = "time_to_first_token_seconds"
+    assert found[f"{name}_count{{start=warm}}"] == 1, "a request without a token has no time to it"
+    assert found[f"{name}_count{{start=cold}}"] == 0
+    assert found[f"{name}_sum{{start=warm}}"] == 0.3
+    assert found["preempted_tokens_total"] == 7
     assert found["request_queue_time_seconds_sum"] == 0.1
     assert abs(found["request_time_per_output_token_seconds_sum"] - 0.1) < 1e-9
     assert found["iteration_tokens_sum"] == 70
@@ -100,7 +105,6 @@ def test_what_happened_on_the_server_is_counted(start: Start) -> None:
     assert found["requests_finished_total{finish_reason=error}"] == 1
     assert found["num_requests_running"] == 0
     assert found["kv_blocks{state=evictable}"] == 25
-    assert found["kv_cache_usage_perc"] == 0
 
 
 def test_paths_and_text_do_not_become_labels(start: Start) -> None:
@@ -138,3 +142,41 @@ def test_trimming_and_named_prompts_are_counted() -> None:
     assert found["named_prompt_tokens_total{prompt=guide}"] == 140
     assert found["named_prompt_cached_tokens_total{prompt=guide}"] == 70
     assert found["requests_finished_total{finish_reason=tool_calls}"] == 1
+
+
+def test_reuse_is_counted_by_layer_and_by_kind_of_request() -> None:
+    registry = new_registry()
+    observer = PrometheusObserver(registry)
+    chat = GenerationRequest(
+        Conversation((Message("user", "a"), Message("assistant", "b"), Message("user", "c")))
+    )
+    usage = Usage(100, 60, 40, 2, ttft_s=0.2, loaded_tokens=20, load_s=0.01)
+    kept = Usage(50, 50, 0, 9, served=Served("semantic", 3.0, "e"))
+    for event in (
+        StepFinished(100, 0, 0.5),
+        RequestFinished("stop", usage, chat),
+        AnswerLookedUp("miss", num_prompt_tokens=100, layers=("exact",)),
+        AnswerLookedUp("semantic", 3.0, 9, 50, ("exact", "semantic")),
+        RequestServed("stop", kept, chat),
+        RequestServed("stop", Usage(10, 10, 0, 3, served=Served("joined")), chat),
+        Preempted(7),
+    ):
+        observer(event)
+    found = samples(exposition(registry)[0].decode())
+    layers = {
+        "arena": (100, 40),
+        "shared": (0, 20),
+        "exact": (160, 10),
+        "semantic": (50, 50),
+        "provider": (0, 0),
+    }
+    for layer, (looked_up, hit) in layers.items():
+        assert found[f"reuse_lookup_tokens_total{{layer={layer}}}"] == looked_up, layer
+        assert found[f"reuse_hit_tokens_total{{layer={layer}}}"] == hit, layer
+    assert found["reuse_recomputed_tokens_total{layer=arena}"] == 7
+    # A row took 5 ms: what was not computed saved as much for each token.
+    assert abs(found["ttft_saved_seconds_total{layer=shared}"] - 0.1) < 1e-9
+    assert abs(found["ttft_saved_seconds_total{layer=semantic}"] - 0.25) < 1e-9
+    assert found["pattern_prompt_tokens_total{pattern=chat}"] == 160
+    assert found["pattern_cached_tokens_total{pattern=chat}"] == 120
+    assert found["pattern_prompt_tokens_total{pattern=rag}"] == 0

@@ -525,6 +525,9 @@ class Batcher:
                 self._release(sequence)
                 self._waiting.insert(place, sequence)
             else:
+                if sequence.started_s is None:
+                    sequence.loaded_tokens = num_computed - lease.prefix_len
+                    sequence.load_s = load.duration_s
                 self._start(sequence, num_computed)
 
     def _stop_a_load(self) -> bool:
@@ -644,6 +647,8 @@ class Batcher:
             written_tokens=sequence.written_tokens,
             output_tokens=sequence.num_output,
             recalled_tokens=sequence.recalled_tokens,
+            loaded_tokens=sequence.loaded_tokens,
+            load_s=sequence.load_s,
             dropped_tokens=0 if sequence.keeping is None else sequence.keeping.num_dropped,
             arrived_s=sequence.arrived_s,
             started_s=sequence.started_s,

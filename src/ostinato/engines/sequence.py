@@ -31,6 +31,8 @@ class SequenceStats:
     output_tokens: int
     dropped_tokens: int
     recalled_tokens: int
+    loaded_tokens: int
+    load_s: float
     arrived_s: float
     started_s: float | None
     first_token_s: float | None
@@ -55,9 +57,10 @@ class Sequence:
     __slots__ = (
         "_tokens", "approximate_tokens", "archive", "archive_epoch", "arrived_s", "cached_tokens",
         "cancelled", "chain", "copies", "deadline_s", "first_token_s", "id", "keeping", "lease", "load",
-        "max_new", "namespace", "num_choices", "num_computed", "num_exact", "num_offered",
-        "num_overtaken", "num_prompt", "num_tokens", "offers_tools", "params", "recalled_tokens",
-        "rows", "session", "sink", "started_s", "stop_token_ids", "terms", "written_tokens",
+        "load_s", "loaded_tokens", "max_new", "namespace", "num_choices", "num_computed", "num_exact",
+        "num_offered", "num_overtaken", "num_prompt", "num_tokens", "offers_tools", "params",
+        "recalled_tokens", "rows", "session", "sink", "started_s", "stop_token_ids", "terms",
+        "written_tokens",
     )  # fmt: skip
 
     def __init__(
@@ -112,6 +115,8 @@ class Sequence:
         self.archive_epoch = 0
         self.num_offered = 0  # leading tokens whose KV is in the archive when it starts
         self.recalled_tokens = 0
+        self.loaded_tokens = 0  # of the cached ones: from the lower tier
+        self.load_s = 0.0  # and what that took
         self.rows: StepRows | None = None  # of the step under way, where it is kept within a budget
         self.written_tokens = 0
         self.arrived_s = 0.0

@@ -122,13 +122,13 @@ class Gateway:
         self.answers = answers
         self.relay = Relay(max_connections=settings.max_connections)
         self.tokens = Counter(
-            "ostinato:upstream_tokens",
+            "ostinato_upstream_tokens",
             "Tokens that upstreams reported, by what became of them.",
             ["vendor", "kind"],
             registry=None,
         )
         self.dollars = Counter(
-            "ostinato:upstream_dollars", "What they cost at list price.", ["vendor"], registry=None
+            "ostinato_upstream_dollars", "What they cost at list price.", ["vendor"], registry=None
         )
         self.missed = Counter(
             "ostinato:upstream_cache_misses",

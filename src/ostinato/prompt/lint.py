@@ -292,3 +292,15 @@ def _common_length(first: str, second: str, a: int, b: int) -> int:
 def is_volatile(text: str) -> bool:
     """Whether there is a time, a uuid or an id in it: what is likely to be another one next time."""
     return any(pattern.search(text) for name, pattern in _KINDS if name != "number format")
+
+
+def volatile_spans(text: str) -> list[tuple[str, int, int]]:
+    """The times, uuids and ids in a text, in order: kind, start and end. None lies in another."""
+    found: list[tuple[str, int, int]] = []
+    for name, pattern in _KINDS:
+        if name == "number format":
+            continue
+        for match in pattern.finditer(text):
+            if not any(start < match.end() and match.start() < end for _, start, end in found):
+                found.append((name, *match.span()))
+    return sorted(found, key=lambda item: item[1])

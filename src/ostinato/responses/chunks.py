@@ -25,6 +25,8 @@ _KNOWN_USAGE: Final = frozenset(
 """What usage may say of an answer that computing it anew would give again. Whatever else it says, now or in a
 later version, stands for KV that was approximate, moved or partly forgotten, or for a prompt that depended on
 others."""
+_OF_THE_MOMENT: Final = frozenset({"loaded_tokens", "load_s"})
+"""What usage may say, too, and what is not kept: where exact KV came from says nothing of the answer."""
 
 
 def is_whole(chunks: Sequence[Chunk], request: GenerationRequest) -> bool:
@@ -38,7 +40,9 @@ def is_whole(chunks: Sequence[Chunk], request: GenerationRequest) -> bool:
     if usage is None or set(ends) != set(range(request.num_choices)):
         return False
     if any(
-        getattr(usage, item.name) != item.default for item in fields(usage) if item.name not in _KNOWN_USAGE
+        getattr(usage, item.name) != item.default
+        for item in fields(usage)
+        if item.name not in _KNOWN_USAGE | _OF_THE_MOMENT
     ):
         return False
     lengths: Counter[int] = Counter()

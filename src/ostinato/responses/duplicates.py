@@ -158,6 +158,8 @@ def _body(row: Mapping[str, Any]) -> dict[str, Any] | None:
         if isinstance(row.get(name), dict):
             body: dict[str, Any] = row[name]
             return body
+    if row.get("served"):
+        return None  # of our own log, without content: nothing is known of what was asked
     if "hash_ids" in row:
         return {name: row.get(name) for name in ("key", "hash_ids", "input_length", "choices")}
     if not row.keys() & {"messages", "prompt", "input"}:

@@ -52,8 +52,9 @@ class Trace:
 def read_mooncake(path: Path) -> Trace:
     """Reads Mooncake's JSON lines (``timestamp`` ms, ``input_length``, ``output_length``, ``hash_ids``).
 
-    Our own request logs are such lines, with ``block_tokens`` where Mooncake means 512; a line of theirs that
-    a crash cut short is passed over. Raises ``TraceError`` naming the line that does not have this form.
+    Our own request logs are such lines, with ``block_tokens`` where Mooncake means 512; lines of theirs that
+    a crash cut short are passed over, and those of requests that a kept answer served. Raises ``TraceError``
+    naming the line that does not have this form.
     """
     requests: list[TraceRequest] = []
     numbers: dict[int, int] = {}
@@ -67,6 +68,8 @@ def read_mooncake(path: Path) -> Trace:
             continue
         try:
             row = orjson.loads(line)
+            if row.get("served"):
+                continue  # a kept answer: the KV cache had no part in it
             size = int(row.get("block_tokens", MOONCAKE_BLOCK_TOKENS))
             if size != (block_tokens or size):
                 raise ValueError(f"blocks of {size} tokens after blocks of {block_tokens}")

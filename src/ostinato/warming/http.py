@@ -10,6 +10,7 @@ import httpx2
 from prometheus_client.parser import text_string_to_metric_families
 
 from ostinato.errors import WarmingError
+from ostinato.series import PREFIX
 
 from .plan import Prefix
 from .report import Room
@@ -95,7 +96,8 @@ class HttpTarget:
             for family in text_string_to_metric_families(reply.text):
                 for sample in family.samples:
                     state = sample.labels.get("state", "")
-                    values[f"{sample.name.partition(':')[2]} {state}".strip()] = sample.value
+                    name = sample.name.partition(":")[2] or sample.name.removeprefix(PREFIX)
+                    values[f"{name} {state}".strip()] = sample.value
         blocks = [values.get(f"kv_blocks {state}", inf) for state in ("held", "evictable", "free")]
         requests = values.get("num_requests_running", 0.0) + values.get("num_requests_waiting", 0.0)
         return {"requests": requests, "blocks": sum(blocks), "free": blocks[2]}

@@ -1,0 +1,63 @@
+"""What a trace without content tells: which parts of prompts changed before parts that stayed, and what
+went."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from difflib import SequenceMatcher
+from typing import Any
+
+from .material import Asked
+from .measured import MIN_SHORT_TOKENS, _Evictions
+
+
+def segment_losses(requests: Sequence[Asked]) -> Iterator[tuple[str, str, int, int]]:
+    """Kind, place, request and tokens of every loss that the digests show."""
+    evictions = _Evictions(requests)
+    never = all(asked.line.get("cached_tokens") == 0 for asked in requests)
+    last: dict[str, int] = {}
+    seen: dict[int, int] = {}
+    for number, asked in enumerate(requests):
+        line = asked.line
+        if line.get("served"):
+            continue
+        stop = line.get("stop") if isinstance(line.get("stop"), dict) else {}
+        assert isinstance(stop, dict), "a stop that is none"
+        short = int(stop.get("known", 0)) - int(line.get("cached_tokens", 0))
+        if short >= MIN_SHORT_TOKENS:
+            why = stop.get("why")
+            kind = "fan_out" if why == "pending" else "cache_off" if never else evictions.reason(number)
+            yield kind, "", number, short
+        parts = _parts(line)
+        relatives = [last[key] for key in (asked.session, "") if key in last]
+        relatives += [seen[digest] for digest in (d for _, d in parts) if digest in seen][:1]
+        found = max((_changed(_parts(requests[r].line), parts, int(line.get("cached_tokens", 0)))
+                     for r in dict.fromkeys(relatives)), default=None)  # fmt: skip
+        if found is not None and found[0] >= MIN_SHORT_TOKENS:
+            yield "content", f"segment {found[1]}", number, found[0]
+        last[asked.session] = last[""] = number
+        for _, digest in parts:
+            seen[digest] = number
+
+
+def _parts(line: Any) -> list[tuple[int, int]]:
+    return [(int(length), int(digest)) for length, digest in line.get("segments") or ()]
+
+
+def _changed(
+    before: Sequence[tuple[int, int]], after: Sequence[tuple[int, int]], num_found: int
+) -> tuple[int, int]:
+    """Tokens of the parts that stayed behind the first that did not, and which one that is."""
+    matcher = SequenceMatcher(None, [d for _, d in before], [d for _, d in after], autojunk=False)
+    blocks = [block for block in matcher.get_matching_blocks() if block.size]
+    head = blocks[0].size if blocks and blocks[0].a == blocks[0].b == 0 else 0
+    if head >= len(before):
+        return 0, head
+    lengths = [length for length, _ in after]
+    lost = 0
+    for block in blocks:
+        if block.b < head or (block.a == 0 and block.b == 0):
+            continue
+        start, end = sum(lengths[: block.b]), sum(lengths[: block.b + block.size])
+        lost += max(0, end - max(start, num_found))
+    return lost, head
