@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 MAKEFLAGS += --no-print-directory
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: help setup run demo test check format docs bench bench-engine bench-assembly bench-matching bench-moving bench-observe bench-peers bench-prefix bench-serve bench-policies bench-responses bench-tiers bench-codecs bench-retention soak soak-tier bench-tenants soak-sim lock clean
+.PHONY: help setup run demo test check format docs bench bench-engine bench-assembly bench-matching bench-moving bench-observe bench-peers bench-prefix bench-serve bench-policies bench-responses bench-tiers bench-codecs bench-dashboard bench-retention soak soak-tier bench-tenants soak-sim screenshots lock clean
 
 help:  ## Show this
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  %-14s %s\n", $$1, $$2}'
@@ -93,6 +93,12 @@ bench-observe: setup  ## What metrics and trace cost; /metrics with 1,000 prompt
 
 bench-responses: setup  ## What a kept answer takes; calls that a thousand equal requests make
 	$(BIN)/python benchmarks/responses.py
+
+bench-dashboard: setup  ## What the dashboard costs, and how large its picture of the tree is
+	$(BIN)/python benchmarks/dashboard.py
+
+screenshots: setup  ## Make the pictures of docs/dashboard.md (two minutes; needs Chromium)
+	$(BIN)/python tests/dashboard/screenshots.py
 
 bench-serve: setup  ## What the server adds to the engine
 	$(BIN)/python benchmarks/serve.py

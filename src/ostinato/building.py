@@ -255,7 +255,7 @@ def _batcher(
     archives = None
     if settings.kv_recall is not None and isinstance(runner, PagedRunner):
         archives = Archives(runner.arena, settings.kv_recall)
-        manager.on_purge = archives.clear
+        manager.on_purge.append(lambda selection: archives.clear())
     return Batcher(
         runner,
         manager,
@@ -265,7 +265,6 @@ def _batcher(
             settings.max_sequences,
             settings.max_waiting,
             itl_target_s=None if settings.itl_target_ms is None else settings.itl_target_ms / 1e3,
-            recall_every=settings.kv_recall_every,
         ),
         observer=observer,
         worker=worker,

@@ -38,6 +38,7 @@ from .kv.lease import Lease
 from .kv.manager import CacheView, KVManager
 from .kv.pins import Pin
 from .kv.sessions import Sessions
+from .kv.survey import Surveyor
 from .kv.terms import Selection, Terms, prompt_id
 from .kv.transfer import TierLink, TierReport
 from .parameters import check_request
@@ -67,8 +68,6 @@ from .types import (
 _log = logging.getLogger(__name__)
 
 _PIN_TRIES = 3
-_MOST_LENGTHS = 64
-"""A sequence whose positions are renumbered may be so many times as long as the model's length."""
 
 
 # ---------------------------------------------------------------- assembly
@@ -372,6 +371,55 @@ class Runtime:
         """What is kept now, and for whom."""
         return self._keeper.summary()
 
+    @property
+    def block_tokens(self) -> int:
+        """Tokens of a block of KV."""
+        return self._manager.block_size
+
+    @property
+    def surveyor(self) -> Surveyor:
+        """Looks at the prefix index, for people."""
+        return self._manager.surveyor
+
+    @property
+    def on_purge(self) -> list[Callable[[Selection], None]]:
+        """What forgets whatever is purged, where something is kept beside the caches."""
+        return self._manager.on_purge
+
+    def ttl_s(self, request: GenerationRequest) -> float:
+        """For how long what is kept of a request may be found; infinite: there is no limit."""
+        ttl_s = inf if request.cache_ttl_s is None else request.cache_ttl_s
+        return self._manager.ttl_s(self.assembler.namespace.with_salt(request.salt), Terms(ttl_s))
+
+    def warm(self, request: GenerationRequest) -> Usage:
+        """Have a request's prompt computed, so that its beginning is found from now on; waits for that.
+
+        Raises:
+            ClientError: what is wrong with the request.
+            EngineError: it could not be computed.
+        """
+        params = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
+        prepared = self.prepare(replace(request, params=params, num_choices=1, best_of=None, is_warming=True))
+        usage = Usage()
+        for chunk in self.iterate(prepared):
+            if chunk.error is not None:
+                raise chunk.error
+            usage = chunk.usage or usage
+        return usage
+
+    def origins(self, request: GenerationRequest) -> TokenArray | None:
+        """The message that each token of a conversation's prompt is of, -1 of none.
+
+        ``None``: it is no conversation, or it cannot be told. It renders the prompt anew.
+
+        Raises:
+            ClientError: the request is none any more.
+        """
+        if not isinstance(request.prompt, Conversation):
+            return None
+        assembled = self.prepare(request).assembled
+        return self.assembler.owners(assembled, continue_final_message=request.continue_final_message)
+
     def observe(self, event: Event) -> None:
         """Pass an event on to every observer. One that raises is logged: requests do not depend on it."""
         for observer in self.observers:
@@ -395,7 +443,7 @@ class Runtime:
             request = replace(request, retention=self._budgets.get(tenant, self._budgets.get("")))
         if request.retention is not None:
             check_retention(request.retention, self.info, self.model_name)
-            limit = self.info.max_model_len * (_MOST_LENGTHS if request.retention.renumber else 1)
+            limit = self.info.max_model_len
         assembled = self.assembler.assemble(request, limit)
         tokens = assembled.tokens
         if len(tokens) == 0:
@@ -421,7 +469,7 @@ class Runtime:
                 num_tokens=len(tokens) + wanted,
                 max_tokens=limit,
             )
-        max_new = min(limit - len(tokens), self.info.max_model_len) if wanted is None else wanted
+        max_new = limit - len(tokens) if wanted is None else wanted
         keep = None
         if request.retention is not None:
             most = self._manager.num_usable_tokens
@@ -459,7 +507,7 @@ class Runtime:
         if num_computed > request.num_choices:
             deliver = BestOf(request.num_choices, deliver, with_logprobs=params.logprobs is not None).take
             params = replace(params, logprobs=params.logprobs or 0)
-        method = "" if request.retention is None else request.retention.label
+        method = "" if request.retention is None else request.retention.method
         answer = Answer(prepared.assembled, num_computed, deliver, done, method)
         keep = self.assembler.keeper(prepared.assembled)
         stop_ids = frozenset(params.stop_token_ids)

@@ -363,7 +363,8 @@ def test_content_type_with_charset(running: Running) -> None:
 @pytest.mark.parametrize(
     ("method", "path", "status"),
     [
-        ("GET", "/", 404),
+        ("POST", "/", 405),
+        ("GET", "/dashboard", 404),
         ("GET", "/v1", 404),
         ("POST", "/v1/chat/completions/", 404),
         ("POST", "/v1/embeddings", 404),

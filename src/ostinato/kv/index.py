@@ -158,6 +158,10 @@ class PrefixIndex:
         tree = self._trees.get(namespace)
         return 0 if tree is None else tree.num_tokens
 
+    def roots(self) -> list[tuple[str, Node]]:
+        """Every namespace that has something, and the root of its tree: to look at, not to touch."""
+        return [(name, tree.root) for name, tree in self._trees.items()]
+
     # ------------------------------------------------------------ insert
 
     def insert(

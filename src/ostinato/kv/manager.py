@@ -21,6 +21,7 @@ from .nodes import NOTHING_NEW, TOKEN_BYTES, Match, Moment, Node
 from .pins import Pin, Pins
 from .policy import LRU, NO_HINTS, EvictionPolicy, HistoryPolicy, Outlook, RequestHints
 from .pool import BlockPool, BlockTable
+from .survey import Surveyor
 from .tenants import TenantBooks
 from .terms import FREE_FOR_ALL, NO_TERMS, Allowances, Purged, Selection, TenantUse, Terms, model_id
 
@@ -73,7 +74,7 @@ class KVManager:
         self._news_lock = Lock()  # before the other one
         self.news: Callable[[], Iterable[Selection]] | None = None
         """What others have purged since this was asked last; asked before anything is looked up or kept."""
-        self.on_purge: Callable[[], None] | None = None
+        self.on_purge: list[Callable[[Selection], None]] = []
         """Called when something is purged, before that returns: for what is kept elsewhere."""
 
     # ------------------------------------------------------------ what there is
@@ -126,6 +127,15 @@ class KVManager:
     def num_cached_tokens(self) -> int:
         """Tokens findable in all namespaces."""
         return self._index.num_tokens
+
+    @property
+    def surveyor(self) -> Surveyor:
+        """Looks at what is findable, for people."""
+
+        def moment() -> tuple[int, float]:
+            return self._rank, self._now_s()
+
+        return Surveyor(self._index, self._pool, self._lock, self._books.spaces, moment)
 
     def ttl_s(self, namespace: Namespace, terms: Terms) -> float:
         """For how long after its last use what is kept on these terms may be found; infinite: no limit."""
@@ -274,8 +284,8 @@ class KVManager:
                 lease._is_purged |= self._is_of(lease, selection, lost)
             num_held = self._pool.count_held(as_block_ids(lost))
             num_freed = self._pool.num_free - num_free
-        if self.on_purge is not None:
-            self.on_purge()
+        for forget in self.on_purge:
+            forget(selection)
         self._emit_evicted(num_freed, num_tokens, "purged")
         return Purged(num_tokens, num_freed, num_held, num_pins)
 

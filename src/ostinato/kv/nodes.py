@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
+from itertools import count
 from math import inf
 from typing import Protocol
 
@@ -18,6 +19,7 @@ from .terms import NO_TERMS, Terms
 
 TOKEN_BYTES = 4
 NO_BLOCKS: BlockIds = np.empty(0, np.intp)
+_serials = count(1)
 
 
 class BlockCounts(Protocol):
@@ -34,16 +36,21 @@ class BlockCounts(Protocol):
 
 
 class Node(Candidate):
-    """A run of tokens below its parent. ``tokens`` and ``blocks`` are replaced, never written to."""
+    """A run of tokens below its parent. ``tokens`` and ``blocks`` are replaced, never written to.
+
+    ``serial`` names it to people; of a split node the lower part keeps it, of two merged ones the lower.
+    """
 
     __slots__ = (
-        "blocks", "children", "expires_s", "num_pins", "parent", "stored_s", "terms", "tokens", "tree",
+        "blocks", "children", "expires_s", "num_pins", "parent", "serial", "stored_s", "terms", "tokens",
+        "tree",
     )  # fmt: skip
 
     def __init__(
         self, tree: Tree, parent: Node | None, tokens: bytes, blocks: BlockIds, *, depth: int, rank: int
     ) -> None:
         super().__init__(rank=rank, depth_tokens=depth, num_tokens=len(tokens) // TOKEN_BYTES)
+        self.serial = next(_serials)
         self.terms = NO_TERMS
         self.stored_s = 0.0
         self.expires_s = 0.0

@@ -112,30 +112,39 @@ class AdminDoor:
 
     async def show(self, _request: Request) -> Response:
         summary = await asyncio.to_thread(self._kept.cache_summary)
-        names = {tenant_id(key.salt): key.name for key in self._settings.api_keys}
+        names = tenant_names(self._settings)
         uses = None if self._answers is None else await asyncio.to_thread(self._answers.uses)
         return _json(summary_object(summary, names) | {"answers": answers_object(uses, names)})
 
     async def purge(self, request: Request) -> Response:
         fields = validate(PurgeRequest, await self._body(request))
-        selection = self._selection(fields)
+        return _json(purge_object(*await self.do_purge(fields)))
+
+    async def do_purge(self, fields: PurgeRequest) -> tuple[PurgeReport, Removed | None]:
+        """Drops KV and, where some are kept, answers. Raises :class:`ParameterError`."""
+        selection = self.selection(fields)
         report = await asyncio.to_thread(self._kept.purge, selection)
         removed = None
         if self._answers is not None:
             removed = await asyncio.to_thread(self._answers.purge, selection)
-        return _json(purge_object(report, removed))
+        return report, removed
 
     async def pin(self, request: Request) -> Response:
-        fields = validate(PinRequest, await self._body(request))
+        return _json(pin_object(await self.do_pin(validate(PinRequest, await self._body(request)))))
+
+    async def do_pin(self, fields: PinRequest) -> Pin:
         ttl_s = inf if fields.ttl_s is None else fields.ttl_s
-        pin = await asyncio.to_thread(self._kept.pin, self._pinned(fields), ttl_s)
-        return _json(pin_object(pin))
+        return await asyncio.to_thread(self._kept.pin, self.pinned(fields), ttl_s)
 
     async def unpin(self, request: Request) -> Response:
         fields = validate(UnpinRequest, await self._body(request))
-        if not await asyncio.to_thread(self._kept.unpin, fields.id):
-            raise NotPinnedError(f"There is no pin '{fields.id[:MAX_SHOWN_CHARS]}' (any more).")
+        await self.do_unpin(fields.id)
         return _json({"id": fields.id, "unpinned": True})
+
+    async def do_unpin(self, pin_id: str) -> None:
+        """Raises :class:`NotPinnedError`."""
+        if not await asyncio.to_thread(self._kept.unpin, pin_id):
+            raise NotPinnedError(f"There is no pin '{pin_id[:MAX_SHOWN_CHARS]}' (any more).")
 
     async def forget(self, request: Request) -> Response:
         fields = validate(ForgetRequest, await self._body(request))
@@ -147,7 +156,8 @@ class AdminDoor:
     async def _body(self, request: Request) -> dict[str, Any]:
         return decode(await read_body(request.headers, request.receive, self._settings))
 
-    def _selection(self, fields: PurgeRequest) -> Selection:
+    def selection(self, fields: PurgeRequest) -> Selection:
+        """What is meant by a purge. Raises :class:`ParameterError` where that is not clear."""
         given = fields.model_dump(exclude_none=True)
         if bool(given.pop("all", False)) == bool(given):
             raise ParameterError("Say what to purge, or that it is all: {'all': true}.", param="all")
@@ -167,7 +177,7 @@ class AdminDoor:
             prompt = fields.prompt_name if is_id(fields.prompt_name) else prompt_id(fields.prompt_name)
         return Selection(tenant, model, prompt, fields.older_than_s or 0.0)
 
-    def _pinned(self, fields: PinRequest) -> GenerationRequest:
+    def pinned(self, fields: PinRequest) -> GenerationRequest:
         """What is pinned as a request for it, by the rules that requests are checked by."""
         key_salt = "" if fields.tenant is None else self._key(fields.tenant).salt
         common = {"model": self._kept.model_name, "cache_salt": fields.cache_salt}
@@ -188,6 +198,11 @@ class AdminDoor:
                 f"There is no tenant '{shown}': give the name of an API key.", param="tenant"
             )
         return key
+
+
+def tenant_names(settings: ServerSettings) -> dict[str, str]:
+    """Names of those that have one, by their ids."""
+    return {tenant_id(key.salt): key.name for key in settings.api_keys}
 
 
 def purge_object(report: PurgeReport, answers: Removed | None = None) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
 from importlib.metadata import version
-from typing import Any, Final
+from typing import Any, Final, Protocol
 from uuid import uuid4
 
 import orjson
@@ -36,6 +36,8 @@ from .breakpoints import BreakpointReader, Pinner, StrictCache
 from .caching import ANSWER_HEADER, CACHE_HEADER, with_cache_control
 from .chat import ChatRequest, ChatWriter
 from .completions import CompletionRequest, CompletionWriter
+from .dashboard import Dashboard
+from .dashboard.sources import Inside
 from .fields import MAX_SHOWN_CHARS, decode, validate
 from .sampling import namespace_salt
 from .sessions import SESSION_HEADER, SessionWord, with_session
@@ -46,13 +48,17 @@ from .wire import Frame, Json, TokenText, Work
 _NUM_PREPARE_THREADS: Final = 2
 
 
-def create_app(
-    backend: Backend, settings: ServerSettings, kept: Kept | None = None, answers: KeptAnswers | None = None
-) -> Starlette:
-    """The server's ASGI application. Its observer is added to ``backend.observers``.
+class Looked(Kept, Inside, Protocol):
+    """A runtime that can be looked after, and looked into."""
 
-    ``kept``: what the holder of the admin key may look after; without a key nobody can. ``answers``: whole
-    answers that are kept, if any.
+
+def create_app(
+    backend: Backend, settings: ServerSettings, kept: Looked | None = None, answers: KeptAnswers | None = None
+) -> Starlette:
+    """The server's ASGI application. Its observers are added to ``backend.observers``.
+
+    ``kept``: what the dashboard looks into, and the holder of the admin key may look after; without a key
+    nobody can change anything. ``answers``: whole answers that are kept, if any.
 
     Whoever runs it must run its lifespan; :func:`ostinato.server.serve` does, and adds the defences that a
     bare ASGI server lacks (slow heads, malformed HTTP, connection limits).
@@ -60,9 +66,10 @@ def create_app(
     registry = new_registry()
     registry.register(LoadGauges(backend.health))
     backend.observers.append(PrometheusObserver(registry))
-    doors = _Doors(backend, settings, registry, kept)
     metrics = HttpMetrics(registry)
     admin = AdminDoor(kept, settings, answers) if kept is not None and settings.admin_key else None
+    dashboard = Dashboard(backend, settings, inside=kept, admin=admin, answers=answers)
+    doors = _Doors(backend, settings, registry, kept, on_end=dashboard.close)
     if answers is not None:
         registry.register(AnswerGauges(answers.uses))
     admin_key = settings.admin_key if admin is not None else None
@@ -70,13 +77,14 @@ def create_app(
     if settings.cors_origins:
         middleware.insert(0, _cors(settings))
     app = Starlette(
-        routes=[*doors.routes(), *(admin.routes() if admin is not None else ())],
+        routes=[*doors.routes(), *(admin.routes() if admin is not None else ()), *dashboard.routes()],
         middleware=middleware,
         # Back to the border, which alone shapes errors; Starlette's own handler would write plain text.
         exception_handlers={HTTPException: _reraise},
         lifespan=doors.lifespan,
     )
     app.router.redirect_slashes = False
+    app.state.dashboard = dashboard
     app.state.backend = backend  # whoever runs the app drains it
     return app
 
@@ -106,11 +114,17 @@ class _Doors:
     """The endpoints, and what they share."""
 
     def __init__(
-        self, backend: Backend, settings: ServerSettings, registry: Any, kept: Kept | None = None
+        self,
+        backend: Backend,
+        settings: ServerSettings,
+        registry: Any,
+        kept: Kept | None,
+        on_end: Callable[[], None],
     ) -> None:
         self._backend = backend
         self._settings = settings
         self._registry = registry
+        self._on_end = on_end
         self._tokens = TokenText(backend.tokenizer)
         rules = builtin_table().rules("anthropic", settings.anthropic_rules, datetime.now(UTC).date())
         strict = StrictCache(rules) if settings.anthropic_rules else None
@@ -137,6 +151,7 @@ class _Doors:
     async def lifespan(self, _app: Starlette) -> AsyncIterator[None]:
         yield
         self._threads.shutdown(wait=False, cancel_futures=True)
+        await asyncio.to_thread(self._on_end)
 
     async def chat(self, request: Request) -> Response:
         return await self._answer(request, self._chat_work, too_long_param="messages")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Final
 
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
@@ -12,14 +13,17 @@ from starlette.types import Receive
 from ..errors import RequestTimeoutError, RequestTooLargeError
 from .settings import ServerSettings
 
+JSON: Final = "application/json"
+FORM: Final = "application/x-www-form-urlencoded"
 
-async def read_body(headers: Headers, receive: Receive, settings: ServerSettings) -> bytes:
-    """The whole body.
 
-    Raises :class:`HTTPException` (415) for anything but plain JSON, :class:`RequestTooLargeError`,
+async def read_body(headers: Headers, receive: Receive, settings: ServerSettings, kind: str = JSON) -> bytes:
+    """The whole body, of a content type ``kind``.
+
+    Raises :class:`HTTPException` (415) for anything but that in plain UTF-8, :class:`RequestTooLargeError`,
     :class:`RequestTimeoutError`, and :class:`ClientDisconnect` where the client went away.
     """
-    _check_kind(headers)
+    _check_kind(headers, kind)
     declared = headers.get("content-length", "")
     if declared.isdecimal() and int(declared) > settings.max_body_bytes:
         raise _too_large(settings)
@@ -43,14 +47,15 @@ async def read_body(headers: Headers, receive: Receive, settings: ServerSettings
         raise RequestTimeoutError(text) from None
 
 
-def _check_kind(headers: Headers) -> None:
-    # A browser may send any other type across origins without asking first: this is a guard, too.
+def _check_kind(headers: Headers, wanted: str) -> None:
+    # A browser may send any type but JSON across origins without asking first: this is a guard, too.
     kind, _, parameters = headers.get("content-type", "").partition(";")
-    if kind.strip().lower() != "application/json":
-        raise HTTPException(415, "The content type of the request must be application/json.")
+    if kind.strip().lower() != wanted:
+        raise HTTPException(415, f"The content type of the request must be {wanted}.")
     charset = parameters.strip().lower().removeprefix("charset=").strip('"')
     if parameters.strip() and charset not in ("utf-8", "utf8"):
-        raise HTTPException(415, "The body of the request must be JSON in UTF-8.")
+        name = "JSON" if wanted == JSON else "a form"
+        raise HTTPException(415, f"The body of the request must be {name} in UTF-8.")
     if headers.get("content-encoding", "identity").strip().lower() != "identity":
         raise HTTPException(415, "Compressed requests are not supported; send the body as it is.")
 

@@ -39,6 +39,8 @@ def route_of(path: str) -> str:
     """A label out of a fixed few: paths are the clients' to choose, the number of series is not."""
     if path in _ROUTES or path in ADMIN_ROUTES:
         return path
+    if path == "/" or path.startswith("/dashboard/"):
+        return "dashboard"
     return "/v1/models/{id}" if path.startswith(_MODEL_ROUTE) else "other"
 
 
