@@ -1,17 +1,22 @@
 """What a KV budget does to answers, and what it costs.
 
-Answers. Cases of ``retention_tasks.py`` are answered greedily with all of the KV, and then by every method
-within every budget. ``accuracy`` is the mean score, ``relative`` that of the cases that full KV answers in
-full, each with its 95 % interval (Wilson). ``summary-plain`` is our method without its preference for
-entities. Perplexity is that of real text, whose next 96 tokens are forced one by one, relative to full KV.
+Answers. Cases of ``retention_tasks.py`` are answered greedily with all of the KV; what that answers in full
+is asked of every method within every budget. ``relative`` is the share of it that a method answers, with its
+95 % interval (Wilson), and the mean of that over tasks; ``duels`` compares ours with each other method case
+by case (sign test). ``summary-plain`` is our method without its preference for entities; ``-renumber`` is a
+method whose tokens have their positions renumbered. Ours, ours plain and SnapKV are asked every case at half
+and a quarter of the KV, the others every third; at three quarters everybody every sixth (``--all`` asks
+everybody everything). A task that full KV answers in fewer than a fifth of its first eight cases is left.
+
+Perplexity is that of real text, whose next 96 tokens are forced one by one, relative to full KV.
 
 Recall. The fact of the first turn is asked for in the turn after one that asked for something else, with what
 was dropped at hand (``recalled``), and computed anew (``computed``): accuracy, and seconds to the first
 token.
 
-The answers are taken in parts: every answer is a line of ``--records``, what stands there is not computed
-again, and ``--minutes`` ends a part. ``--report`` only writes down what is there. All tasks come in turn, so
-that parts are balanced.
+All that is taken in parts: every answer is a line of ``--records``, what stands there is not computed again,
+and ``--minutes`` ends a part. ``--report`` only writes down what is there. All tasks come in turn, so that
+parts are balanced. Cached prefixes are used where the engine uses them.
 
 Speed. ``itl_ratio``: the pause between tokens with scoring on, in turn with a request without a budget, same
 prompt, nothing dropped in either. ``kv_peak_ratio_50``: most blocks held within a budget of half the prompt,
@@ -22,36 +27,61 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import statistics
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
 
-from common import finish, pairs, ratio, spread
+from common import RESULTS, finish, pairs, ratio, spread
 from ostinato.config import DEFAULT_MODEL, tame_waiting_threads
+from retention_report import (
+    LEAST_SHARE,
+    OURS,
+    Scores,
+    averages,
+    chart,
+    duels,
+    headline,
+    perplexities,
+    recall_table,
+    solved_share,
+    tables,
+)
 from retention_tasks import TASKS, Prose, cases
 
-METHODS = ("window", "sinks", "h2o", "tova", "snapkv", "summary-plain", "summary")
-OURS = "summary"
-BUDGETS = ("75%", "50%", "25%")
+METHODS = (
+    "summary", "summary-plain", "snapkv", "expected", "h2o", "tova", "sinks", "window", "sinks-renumber",
+    "summary-renumber",
+)  # fmt: skip
+CONTENDERS = ("summary", "summary-plain", "snapkv")
+BUDGETS = ("50%", "25%", "75%")
+PARTS = ("answers", "perplexity", "recall", "speed")
 RECORDS = Path(__file__).parents[1] / "build" / "retention.jsonl"
+CHART = Path(__file__).parents[1] / "docs" / "retention.svg"
 ANSWER_TOKENS = 32
 FORCED_TOKENS = 96
 NUM_TEXTS = 6
+NUM_TRIED = 8
 
 
 def options_of(method: str, budget: str) -> dict[str, Any]:
     """A request's options; none for full KV."""
     if method == "full":
         return {}
-    name, _, plain = method.partition("-")
-    return {"kv_budget": budget, "retention": name} | ({"entities": False} if plain else {})
+    name, _, word = method.partition("-")
+    more: dict[str, Any] = {"": {}, "plain": {"entities": False}, "renumber": {"renumber": True}}[word]
+    return {"kv_budget": budget, "retention": name} | more
+
+
+def is_due(method: str, budget: str, index: int) -> bool:
+    """Whether a case is for a method, where not everybody is asked everything."""
+    if budget == "75%":
+        return index % 6 == 0
+    return method in CONTENDERS or index % 3 == 0
 
 
 class Records:
@@ -63,7 +93,7 @@ class Records:
         if path.exists():
             lines = (json.loads(line) for line in path.read_text().splitlines())
             self.lines = [line for line in lines if line["stamp"] == stamp]
-        self._known = {self._key(line) for line in self.lines}
+        self._known = {self._key(line): line for line in self.lines}
 
     @staticmethod
     def _key(line: dict[str, Any]) -> tuple[Any, ...]:
@@ -71,28 +101,22 @@ class Records:
 
     def get(
         self, task: str, index: int, method: str, budget: str, compute: Callable[[], dict[str, Any]]
-    ) -> bool:
-        """Computes what is not there yet; whether it did."""
+    ) -> dict[str, Any]:
+        """What is there, or is computed now."""
         line: dict[str, Any] = {"task": task, "index": index, "method": method, "budget": budget}
-        if self._key(line) in self._known:
-            return False
+        if (known := self._known.get(self._key(line))) is not None:
+            return known
         line |= compute() | {"stamp": self._stamp}
         self._path.parent.mkdir(parents=True, exist_ok=True)
         with self._path.open("a") as file:
             file.write(json.dumps(line) + "\n")
         self.lines.append(line)
-        self._known.add(self._key(line))
-        return True
+        self._known[self._key(line)] = line
+        print(f"  {task} {index} {method} {budget}: {line['score']:.2f}", flush=True)
+        return line
 
 
 # ---------------------------------------------------------------- answers
-
-
-def wanted(methods: list[str], budgets: list[str]) -> Iterator[tuple[str, str]]:
-    yield "full", "100%"
-    for budget in budgets:
-        for method in methods:
-            yield method, budget
 
 
 def answer(engine: Any, case: Any, method: str, budget: str) -> dict[str, Any]:
@@ -148,26 +172,47 @@ def loss(engine: Any, tokens: list[int], method: str, budget: str) -> dict[str, 
 
 
 def answers(engine: Any, records: Records, options: argparse.Namespace) -> None:
-    tokenizer = engine.runtime.tokenizer
-    prose = Prose.load(lambda text: len(tokenizer.encode(text)))
-    end_s = time.monotonic() + 60 * options.minutes
+    prose = prose_of(engine)
     lists = {task: list(islice(cases(task, prose, options.length), options.cases)) for task in options.tasks}
-    texts = list(prose.texts(tokenizer.encode, options.length + FORCED_TOKENS, min(NUM_TEXTS, options.cases)))
+    full: dict[str, list[float]] = {task: [] for task in lists}
     for index in range(options.cases):
-        work: list[tuple[str, Callable[[str, str], dict[str, Any]]]] = [
-            (task, lambda m, b, case=found[index]: answer(engine, case, m, b))
-            for task, found in lists.items()
-        ]
-        if index < len(texts):
-            work.append(("perplexity", partial(loss, engine, texts[index])))
-        for task, compute in work:
-            for method, budget in wanted(options.methods, options.budgets):
-                if time.monotonic() > end_s:
-                    print(f"  the time is up; {len(records.lines)} answers are in the records")
+        for task, found in lists.items():
+            if len(full[task]) >= NUM_TRIED and solved_share(full[task]) < LEAST_SHARE:
+                continue
+            for method, budget in [("full", "100%"), *asked_of(options, index)]:
+                if time.monotonic() > options.end_s:
                     return
-                if records.get(task, index, method, budget, partial(compute, method, budget)):
-                    last = records.lines[-1]
-                    print(f"  {task} {index} {method} {budget}: {last['score']:.2f}", flush=True)
+                compute = partial(answer, engine, found[index], method, budget)
+                score = records.get(task, index, method, budget, compute)["score"]
+                if method == "full":
+                    full[task].append(score)
+                    if score < 1:
+                        break
+
+
+def asked_of(options: argparse.Namespace, index: int) -> Iterator[tuple[str, str]]:
+    """The methods and budgets that are asked a case."""
+    for budget in options.budgets:
+        for method in options.methods:
+            if options.all or is_due(method, budget, index):
+                yield method, budget
+
+
+def prose_of(engine: Any) -> Prose:
+    return Prose.load(lambda text: len(engine.runtime.tokenizer.encode(text)))
+
+
+def perplexity(engine: Any, records: Records, options: argparse.Namespace) -> None:
+    texts = prose_of(engine).texts(
+        engine.runtime.tokenizer.encode, options.length + FORCED_TOKENS, min(NUM_TEXTS, options.cases)
+    )
+    for index, text in enumerate(texts):
+        for method, budget in (
+            ("full", "100%"), *((m, b) for b in options.budgets if b != "75%" for m in options.methods)
+        ):  # fmt: skip
+            if time.monotonic() > options.end_s:
+                return
+            records.get("perplexity", index, method, budget, partial(loss, engine, text, method, budget))
 
 
 SMALL_TALK = "Thank you for all this. What did I send you last?"
@@ -178,18 +223,13 @@ def recall(engine: Any, records: Records, options: argparse.Namespace) -> None:
 
     Once by somebody whose first turn left an archive (``recalled``), once by somebody new (``computed``).
     """
-    tokenizer = engine.runtime.tokenizer
-    prose = Prose.load(lambda text: len(tokenizer.encode(text)))
-    end_s = time.monotonic() + 60 * options.minutes
-    for case in islice(cases("quiet", prose, options.length), options.cases):
+    for case in islice(cases("quiet", prose_of(engine), options.length), options.cases):
         for budget in options.budgets:
             for name, salt in (("recalled", "known"), ("computed", f"new {case.index} {budget}")):
-                if time.monotonic() > end_s:
-                    return
+                if budget == "75%" or time.monotonic() > options.end_s:
+                    continue
                 compute = partial(second_turn, engine, case, budget, salt)
-                if records.get("recall", case.index, name, budget, compute):
-                    last = records.lines[-1]
-                    print(f"  recall {case.index} {name} {budget}: {last['score']:.2f}", flush=True)
+                records.get("recall", case.index, name, budget, compute)
 
 
 def second_turn(engine: Any, case: Any, budget: str, salt: str) -> dict[str, Any]:
@@ -204,67 +244,6 @@ def second_turn(engine: Any, case: Any, budget: str, salt: str) -> dict[str, Any
         "prompt_tokens": reply.usage.prompt_tokens,
         "ttft_s": round(reply.usage.ttft_s, 3),
     }
-
-
-def recall_table(lines: list[dict[str, Any]]) -> dict[str, Any]:
-    by: dict[str, dict[str, list[dict[str, Any]]]] = defaultdict(lambda: defaultdict(list))
-    for line in lines:
-        if line["task"] == "recall":
-            by[line["budget"]][line["method"]].append(line)
-    table: dict[str, Any] = {}
-    for budget, found in by.items():
-        for name, ones in found.items():
-            mean = statistics.mean(one["score"] for one in ones)
-            table.setdefault(budget, {})[name] = {
-                "accuracy": round(mean, 3),
-                "accuracy_interval": wilson(mean, len(ones)),
-                "cases": len(ones),
-                "ttft_s": spread([one["ttft_s"] for one in ones], 2),
-                "recalled_tokens": round(statistics.mean(one["recalled_tokens"] for one in ones)),
-            }
-    return table
-
-
-def wilson(mean: float, count: int) -> tuple[float, float]:
-    """The 95 % interval of a share."""
-    if not count:
-        return 0.0, 1.0
-    z, share = 1.96, min(1.0, max(0.0, mean))
-    middle = (share + z * z / (2 * count)) / (1 + z * z / count)
-    half = z / (1 + z * z / count) * math.sqrt(share * (1 - share) / count + z * z / (4 * count * count))
-    return round(middle - half, 3), round(middle + half, 3)
-
-
-def summary(lines: list[dict[str, Any]]) -> tuple[dict[str, Any], dict[str, float]]:
-    """Per task, method and budget; and the mean of ``relative`` over the tasks, by ``method budget``."""
-    by: dict[tuple[str, str, str], dict[int, float]] = defaultdict(dict)
-    for line in lines:
-        if line["task"] != "recall":
-            by[line["task"], line["method"], line["budget"]][line["index"]] = line["score"]
-    tables: dict[str, Any] = {}
-    relatives: dict[str, list[float]] = defaultdict(list)
-    for (task, method, budget), scores in sorted(by.items()):
-        full = by[task, "full", "100%"]
-        if task == "perplexity":
-            losses = [scores[i] - full[i] for i in scores if i in full]
-            tables.setdefault(task, {})[f"{method} {budget}"] = {
-                "perplexity_ratio": round(math.exp(statistics.mean(losses)), 4), "texts": len(losses),
-            }  # fmt: skip
-            continue
-        solved = [scores[i] for i in scores if full.get(i) == 1]
-        mean = statistics.mean(scores.values())
-        entry = {
-            "accuracy": round(mean, 3),
-            "accuracy_interval": wilson(mean, len(scores)),
-            "cases": len(scores),
-        }
-        if solved and method != "full":
-            relative = statistics.mean(solved)
-            entry |= {"relative": round(relative, 3), "relative_interval": wilson(relative, len(solved))}
-            entry["solved_by_full"] = len(solved)
-            relatives[f"{method} {budget}"].append(relative)
-        tables.setdefault(task, {})[f"{method} {budget}"] = entry
-    return tables, {name: round(statistics.mean(values), 4) for name, values in relatives.items()}
 
 
 # ---------------------------------------------------------------- speed and memory
@@ -316,54 +295,87 @@ def peaks(engine: Any, length: int) -> dict[str, int]:
     return found
 
 
+def compute(records: Records, options: argparse.Namespace) -> None:
+    """One part of the answers."""
+    import ostinato
+
+    settings: dict[str, Any] = {"kv_cache": "1GiB", "policy": "lru"}
+    if "answers" in options.parts or "perplexity" in options.parts:
+        with ostinato.load(options.model, **settings) as engine:
+            if "answers" in options.parts:
+                answers(engine, records, options)
+            if "perplexity" in options.parts:
+                perplexity(engine, records, options)
+    if "recall" in options.parts and time.monotonic() < options.end_s:
+        with ostinato.load(options.model, kv_recall="1GiB", **settings) as engine:
+            recall(engine, records, options)
+    print(f"  {len(records.lines)} answers are in the records")
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """Speed and memory; what the last run had of them, where they are not asked for."""
+    import ostinato
+
+    if "speed" not in options.parts or options.report:
+        path = RESULTS / "retention.json"
+        before = json.loads(path.read_text()) if path.exists() else {"headline": {}, "details": {}}
+        return {
+            name: before[part][name]
+            for part, name in (
+                ("headline", "itl_ratio"), ("headline", "kv_peak_ratio_50"), ("details", "itl"),
+                ("details", "peak_blocks"),
+            )
+            if name in before[part]
+        }  # fmt: skip
+    with ostinato.load(options.model, kv_cache="1GiB", policy="lru") as engine:
+        itl_ratio, itl = speed(engine, options.rounds)
+        found = peaks(engine, options.length)
+    return {
+        "itl_ratio": itl_ratio["median"],
+        "kv_peak_ratio_50": round(found["half"] / found["full"], 4),
+        "itl": itl | {"ratio": itl_ratio},
+        "peak_blocks": found,
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", default=DEFAULT_MODEL)
     parser.add_argument("--length", type=int, default=2000, help="tokens of text in a prompt")
-    parser.add_argument("--cases", type=int, default=25, help="of each task")
+    parser.add_argument("--cases", type=int, default=200, help="of each task")
     parser.add_argument("--tasks", nargs="+", default=list(TASKS), choices=list(TASKS))
     parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=METHODS)
     parser.add_argument("--budgets", nargs="+", default=list(BUDGETS))
+    parser.add_argument("--parts", nargs="+", default=list(PARTS), choices=PARTS)
+    parser.add_argument("--all", action="store_true", help="ask every method every case")
     parser.add_argument("--minutes", type=float, default=20.0, help="then this part of the answers ends")
     parser.add_argument("--records", type=Path, default=RECORDS)
-    parser.add_argument("--rounds", type=int, default=7, help="of the measurement of speed; 0: none")
-    parser.add_argument("--report", action="store_true", help="compute no more answers")
+    parser.add_argument("--rounds", type=int, default=7, help="of the measurement of speed")
+    parser.add_argument("--report", action="store_true", help="compute nothing more")
     options = parser.parse_args()
     tame_waiting_threads(os.environ)
-    import ostinato
-
     records = Records(options.records, {"model": options.model, "length": options.length})
-    details: dict[str, Any] = {"length": options.length}
-    headline: dict[str, Any] = {}
-    settings: dict[str, Any] = {"kv_cache": "1GiB", "policy": "lru"}
+    options.end_s = time.monotonic() + 60 * options.minutes
     if not options.report:
-        with ostinato.load(options.model, kv_recall="1GiB", **settings) as engine:
-            recall(engine, records, options)
-    with ostinato.load(options.model, **settings) as engine:
-        if not options.report:
-            answers(engine, records, options)
-        if options.rounds:
-            itl_ratio, details["itl"] = speed(engine, options.rounds)
-            details["peak_blocks"] = found = peaks(engine, options.length)
-            headline = {
-                "itl_ratio": itl_ratio["median"],
-                "kv_peak_ratio_50": round(found["half"] / found["full"], 4),
-            }
-    details["tasks"], details["relative"] = summary(records.lines)
-    details["recall"] = recall_table(records.lines)
-    for budget in ("50", "25"):
-        ours = details["relative"].get(f"{OURS} {budget}%")
-        others = {
-            name: value for name, value in details["relative"].items()
-            if name.endswith(f" {budget}%") and not name.startswith(OURS)
-        }  # fmt: skip
-        if ours is not None and others:
-            headline[f"ours_relative_{budget}"] = ours
-            headline[f"best_other_{budget}"] = max(others.values())
-            details[f"best_other_{budget}"] = max(others, key=lambda name: others[name])
-    finish("retention", headline, details)
+        compute(records, options)
+    measured = measure(options)
+    scores = Scores(records.lines)
+    mean = averages(scores)
+    details: dict[str, Any] = {
+        "length": options.length,
+        "tasks": tables(scores),
+        "left": [task for task in scores.shares if task not in scores.tasks],
+        "relative": mean,
+        "duels": duels(scores),
+        "perplexity": perplexities(records.lines),
+        "recall": recall_table(records.lines),
+    } | {name: measured[name] for name in ("itl", "peak_blocks") if name in measured}
+    if mean:
+        CHART.write_text(chart(mean))
+    shown = {name: measured[name] for name in ("itl_ratio", "kv_peak_ratio_50") if name in measured}
+    finish("retention", headline(mean) | shown, details)
 
 
 if __name__ == "__main__":

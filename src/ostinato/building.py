@@ -265,6 +265,7 @@ def _batcher(
             settings.max_sequences,
             settings.max_waiting,
             itl_target_s=None if settings.itl_target_ms is None else settings.itl_target_ms / 1e3,
+            recall_every=settings.kv_recall_every,
         ),
         observer=observer,
         worker=worker,

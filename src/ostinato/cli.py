@@ -194,6 +194,7 @@ def _settings(model: str | None, **options: Any) -> Settings:
     "--kv-budget", help="KV of each request: 2048 (tokens), 50% (of the prompt), 64MiB; may change answers."
 )
 @click.option("--kv-recall", type=Size(), help="Memory for what budgets drop, for later turns to have back.")
+@click.option("--kv-recall-every", type=int, help="Generated tokens after which a long answer has it back.")
 @click.option("--retention", type=click.Choice(METHOD_NAMES), help="What is kept within --kv-budget.")
 @click.option("--cache-ttl", type=float, help="Seconds after its last use for which KV is kept.")
 @click.option("--pinned-share", type=float, help="Part of --kv-cache that may be pinned, 0 to 1.")

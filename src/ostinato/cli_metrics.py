@@ -31,7 +31,7 @@ def list_series(as_json: bool) -> None:
         click.echo(json.dumps([{"full_name": each.full_name, **asdict(each)} for each in ALL]))
         return
     for each in ALL:
-        label = f"{{{each.label}}}" if each.label else ""
+        label = f"{{{', '.join(each.labels)}}}" if each.labels else ""
         click.echo(f"{each.full_name}{label} ({each.kind}): {each.text}")
 
 

@@ -81,6 +81,8 @@ class Settings:
             may say otherwise.
         kv_recall: bytes of memory beside ``kv_cache`` for what budgets drop, for later turns to have back;
             ``None``: none.
+        kv_recall_every: generated tokens after which a long answer has back what it dropped, as far as it is
+            worth it; ``None``: only new turns do.
         retention: what is kept then (``docs/retention.md``).
         cache_ttl: seconds after their last use for which KV is kept; ``None``: as long as there is room.
         pinned_share: the part of ``kv_cache`` that may be pinned.
@@ -143,6 +145,7 @@ class Settings:
     kv_budget: str | None = None
     retention: str = DEFAULT_METHOD
     kv_recall: int | None = None
+    kv_recall_every: int | None = None
     cache_ttl: float | None = None
     pinned_share: float = 0.25
     admin_key: str | None = None
@@ -243,6 +246,9 @@ class Settings:
                 param="tier_codec",
             )
         method_by_name(self.retention)
+        if (every := self.kv_recall_every) is not None and (every < 1 or self.kv_recall is None):
+            text = "kv_recall_every is a number of tokens, at least 1, and needs memory: set kv_recall, too"
+            raise ParameterError(text, param="kv_recall_every")
         if self.kv_budget is not None:
             parse_budget(self.kv_budget)
         if self.cache_ttl is not None and not self.cache_ttl >= 1:

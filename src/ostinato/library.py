@@ -103,7 +103,7 @@ class Engine:
     answer may take; then it ends with what it has), ``session`` (an id, or a
     :class:`~ostinato.types.Session`: a hint of what is worth keeping) and ``kv_budget`` (tokens, ``"50%"`` of
     the prompt or ``"64MiB"``: within it the KV of this request is kept by dropping tokens, which may change
-    the answer) with ``retention`` (the method), ``entities`` and ``pinned_text``
+    the answer) with ``retention`` (the method), ``entities``, ``pinned_text`` and ``renumber``
     (:class:`~ostinato.types.Retention`), and for conversations:
 
     - ``tools``: what the model may call, in OpenAI's form. Calls come back as ``tool_calls``.
@@ -458,7 +458,7 @@ def _without_pins(given: Any) -> tuple[Any, tuple[int, ...]]:
 def _retention(options: dict[str, Any]) -> Retention | None:
     """Takes what is said of a KV budget out of a request's options."""
     budget = options.pop("kv_budget", None)
-    names = {"retention": "method", "entities": "entities", "pinned_text": "pinned_text"}
+    names = {"retention": "method"} | {name: name for name in ("entities", "pinned_text", "renumber")}
     given = {field: options.pop(name) for name, field in names.items() if name in options}
     if budget is None:
         if given:

@@ -336,8 +336,7 @@ def _counts(series: Series, values: Mapping[str, float]) -> Metric:
 
 def counter_of(series: Series, registry: CollectorRegistry | None) -> Counter:
     """The family of a series; with every value of its label from the start, where these are known."""
-    labels = (series.label,) if series.label else ()
-    family = Counter(known.PREFIX + series.name, series.text, labels, registry=registry)
+    family = Counter(known.PREFIX + series.name, series.text, series.labels, registry=registry)
     for value in series.values:
         family.labels(value)
     return family
@@ -345,9 +344,8 @@ def counter_of(series: Series, registry: CollectorRegistry | None) -> Counter:
 
 def histogram_of(series: Series, registry: CollectorRegistry | None) -> Histogram:
     """Likewise."""
-    labels = (series.label,) if series.label else ()
     family = Histogram(
-        known.PREFIX + series.name, series.text, labels, buckets=series.buckets, registry=registry
+        known.PREFIX + series.name, series.text, series.labels, buckets=series.buckets, registry=registry
     )
     for value in series.values:
         family.labels(value)
@@ -376,9 +374,7 @@ class HttpMetrics:
     """What came in over HTTP. ``route`` must be one of a fixed few, never a path as it was sent."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        self._requests = Counter(
-            known.PREFIX + known.HTTP.name, known.HTTP.text, ("route", "status"), registry=registry
-        )
+        self._requests = counter_of(known.HTTP, registry)
         self._duration = histogram_of(known.HTTP_SECONDS, registry)
 
     def observe(self, route: str, status: int, duration_s: float) -> None:

@@ -168,6 +168,23 @@ ROWS: Final[tuple[Row, ...]] = (
                 (Query(f"3600 * {_rate(s.UPSTREAM_DOLLARS, by=True)}", "{{vendor}}"),),
             ),
             Panel(
+                "Saved at vendors",
+                "Dollars an hour that their caches saved.",
+                "currencyUSD",
+                (
+                    Query(
+                        f"3600 * ({_rate(s.UPSTREAM_UNCACHED_DOLLARS)} - {_rate(s.UPSTREAM_DOLLARS)})",
+                        "dollars an hour",
+                    ),
+                ),
+            ),
+            Panel(
+                "Vendors' misses",
+                "Requests a second that read less than went before, by why.",
+                "reqps",
+                _lines(s.UPSTREAM_MISSES),
+            ),
+            Panel(
                 "Vendors' tokens",
                 "Tokens a second, by what became of them.",
                 "none",
@@ -258,7 +275,7 @@ ROWS: Final[tuple[Row, ...]] = (
             Panel("Trimmed", "Requests a second, and tokens.", "none", _lines(s.TRIMMED, s.TRIMMED_TOKENS)),
             Panel(
                 "HTTP",
-                "Requests a second by route, and how long half of them take.",
+                "Requests a second by status, and how long half of them take.",
                 "none",
                 (*_lines(s.HTTP), Query(_quantile(0.5, s.HTTP_SECONDS), "half, seconds")),
             ),

@@ -28,9 +28,11 @@ def check_retention(retention: Retention, info: RunnerInfo, model_name: str) -> 
         ParameterError: a field that is out of its range or of the wrong type, or a model that cannot do it.
     """
     parse_budget(retention.budget)
-    method_by_name(retention.method)
+    method = method_by_name(retention.method)
     if retention.entities is not None and not isinstance(retention.entities, bool):
         raise ParameterError("entities must be true or false", param="entities", code="invalid_type")
+    if not isinstance(retention.renumber, bool):
+        raise ParameterError("renumber must be true or false", param="renumber", code="invalid_type")
     pins: object = retention.pinned_text
     if not isinstance(pins, tuple) or not all(isinstance(text, str) and text for text in pins):
         raise ParameterError("pinned_text must be texts, none of them empty", param="pinned_text")
@@ -41,6 +43,12 @@ def check_retention(retention: Retention, info: RunnerInfo, model_name: str) -> 
         raise ParameterError(
             f"{model_name} cannot be kept within a KV budget: {reason}", param="kv_budget", code="unsupported"
         )
+    if (reason := info.movement_reason) is not None:
+        for param, is_asked in (("retention", method.watches == "queries"), ("renumber", retention.renumber)):
+            if is_asked:
+                raise ParameterError(
+                    f"{model_name} cannot do what {param} asks for: {reason}", param=param, code="unsupported"
+                )
 
 
 def keep_of(
@@ -61,7 +69,7 @@ def keep_of(
     retention, tokens = request.retention, assembled.tokens
     assert retention is not None, "no budget was asked for"
     budget = parse_budget(retention.budget).in_tokens(len(tokens), info.kv_bytes_per_token)
-    budget = min(budget, most_tokens)
+    budget = min(budget, most_tokens, info.max_model_len)
     if len(tokens) + max_new_tokens - 1 <= budget:
         return None
     method = method_by_name(retention.method)
@@ -92,4 +100,4 @@ def keep_of(
         if is_wanted:
             preferred = flags_of(pieces, text, entity_spans(text))
     setting = str(retention.budget), method.name, str(is_wanted), *retention.pinned_text
-    return Keep(budget, method, protected, preferred, setting)
+    return Keep(budget, method, protected, preferred, setting, retention.renumber)

@@ -68,6 +68,8 @@ from .types import (
 _log = logging.getLogger(__name__)
 
 _PIN_TRIES = 3
+_MOST_LENGTHS = 64
+"""A sequence whose positions are renumbered may be so many times as long as the model's length."""
 
 
 # ---------------------------------------------------------------- assembly
@@ -443,7 +445,7 @@ class Runtime:
             request = replace(request, retention=self._budgets.get(tenant, self._budgets.get("")))
         if request.retention is not None:
             check_retention(request.retention, self.info, self.model_name)
-            limit = self.info.max_model_len
+            limit = self.info.max_model_len * (_MOST_LENGTHS if request.retention.renumber else 1)
         assembled = self.assembler.assemble(request, limit)
         tokens = assembled.tokens
         if len(tokens) == 0:
@@ -469,7 +471,7 @@ class Runtime:
                 num_tokens=len(tokens) + wanted,
                 max_tokens=limit,
             )
-        max_new = limit - len(tokens) if wanted is None else wanted
+        max_new = min(limit - len(tokens), self.info.max_model_len) if wanted is None else wanted
         keep = None
         if request.retention is not None:
             most = self._manager.num_usable_tokens
@@ -507,7 +509,7 @@ class Runtime:
         if num_computed > request.num_choices:
             deliver = BestOf(request.num_choices, deliver, with_logprobs=params.logprobs is not None).take
             params = replace(params, logprobs=params.logprobs or 0)
-        method = "" if request.retention is None else request.retention.method
+        method = "" if request.retention is None else request.retention.label
         answer = Answer(prepared.assembled, num_computed, deliver, done, method)
         keep = self.assembler.keeper(prepared.assembled)
         stop_ids = frozenset(params.stop_token_ids)

@@ -38,17 +38,21 @@ class Series:
 
     Attributes:
         name: without the prefix, and a counter's without ``_total``.
-        label: the one label it has, if any.
-        values: all values the label can have; empty where they are bounded in number, but not known here.
+        labels: those it has, mostly one; the last tells most, ``label``.
+        values: all values that one can have; empty where they are bounded in number, but not known here.
         buckets: of a histogram.
     """
 
     name: str
     kind: SeriesKind
     text: str
-    label: str = ""
+    labels: tuple[str, ...] = ()
     values: tuple[str, ...] = ()
     buckets: tuple[float, ...] = ()
+
+    @property
+    def label(self) -> str:
+        return self.labels[-1] if self.labels else ""
 
     @property
     def full_name(self) -> str:
@@ -57,17 +61,17 @@ class Series:
 
 
 def _counter(name: str, text: str, label: str = "", values: tuple[str, ...] = ()) -> Series:
-    return Series(name, "counter", text, label, values)
+    return Series(name, "counter", text, (label,) if label else (), values)
 
 
 def _gauge(name: str, text: str, label: str = "", values: tuple[str, ...] = ()) -> Series:
-    return Series(name, "gauge", text, label, values)
+    return Series(name, "gauge", text, (label,) if label else (), values)
 
 
 def _histogram(
     name: str, text: str, buckets: tuple[float, ...], label: str = "", values: tuple[str, ...] = ()
 ) -> Series:
-    return Series(name, "histogram", text, label, values, buckets)
+    return Series(name, "histogram", text, (label,) if label else (), values, buckets)
 
 
 _LAYERS: Final = get_args(ReuseLayer)
@@ -213,14 +217,26 @@ ANSWER_BYTES = _gauge("response_cache_bytes", "Bytes they take, about.", "kind")
 
 # ---------------------------------------------------------------- the gateway
 
-UPSTREAM_TOKENS = _counter(
-    "upstream_tokens", "Tokens that upstreams reported, by what became of them.", "kind"
+UPSTREAM_TOKENS = Series(
+    "upstream_tokens",
+    "counter",
+    "Tokens that upstreams reported, by what became of them.",
+    ("vendor", "kind"),
 )
 UPSTREAM_DOLLARS = _counter("upstream_dollars", "What they cost at list price.", "vendor")
+UPSTREAM_UNCACHED_DOLLARS = _counter(
+    "upstream_uncached_dollars", "What they would have cost without a cache.", "vendor"
+)
+UPSTREAM_MISSES = Series(
+    "upstream_cache_misses",
+    "counter",
+    "Requests that read less of an upstream's cache than went before, by why.",
+    ("vendor", "reason"),
+)
 
 # ---------------------------------------------------------------- HTTP
 
-HTTP = Series("http_requests", "counter", "HTTP requests by route and status.", "route")
+HTTP = Series("http_requests", "counter", "HTTP requests by route and status.", ("route", "status"))
 HTTP_SECONDS = _histogram(
     "http_request_duration_seconds",
     "From a request's head to the end of its answer.",

@@ -160,10 +160,13 @@ class SlotMove:
     """Move KV to ``targets``, in each layer and key head from slots of its own.
 
     ``sources``: integers ``[layers, kv_heads, number]``; ``targets``: ``[number]``. The two may overlap.
+    ``distances``, of the shape of ``sources``: by how many positions further on each stands then; ``None``:
+    where it stood.
     """
 
     sources: npt.NDArray[np.int64]
     targets: TokenArray
+    distances: npt.NDArray[np.int64] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,7 +198,8 @@ class SequencePlan:
     :class:`~ostinato.engines.base.RunnerInfo` has no ``compaction_reason``.
 
     ``num_watched`` of the last rows are watched: the step's result tells what attention they give to each
-    place.
+    place. ``notes_queries``: the runner remembers how the rows' queries are distributed, to tell what rows
+    that are still to come will attend to.
     """
 
     sequence_id: int
@@ -207,6 +211,7 @@ class SequencePlan:
     sample: bool
     places: TokenArray | None = None
     num_watched: int = 0
+    notes_queries: bool = False
 
     @property
     def row_places(self) -> TokenArray:
@@ -436,12 +441,20 @@ class Retention:
     to keep (:mod:`ostinato.retention.methods`). ``entities``: whether names, numbers, codes and quoted text
     stay before other text; ``None``: as the method has it. ``pinned_text``: wherever it stands in the
     prompt, it stays; so do the messages that a request pins, system text and the newest turn.
+    ``renumber``: what stays gets the positions 0, 1, 2, ... instead of keeping its own, so that a sequence
+    may be longer than the model's length.
     """
 
     budget: int | str
     method: str = "summary"
     entities: bool | None = None
     pinned_text: tuple[str, ...] = ()
+    renumber: bool = False
+
+    @property
+    def label(self) -> str:
+        """How tokens are chosen, and numbered, in a word."""
+        return f"{self.method}+renumber" if self.renumber else self.method
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ import ostinato
 from doors.serving import serving
 from doors.tiny import save_tiny_chat_model
 from ostinato.config import Settings
-from ostinato.errors import BudgetTooSmallError, ParameterError
+from ostinato.errors import BudgetTooSmallError, ParameterError, PromptTooLongError
 from ostinato.library import Engine
 from ostinato.protect import check_retention, keep_of
 from ostinato.retention.keeping import Keep
@@ -120,6 +120,8 @@ def test_pins_that_fill_the_budget_are_refused_with_both_numbers(engine: Engine)
         ({"kv_budget": 200, "entities": "yes"}, "entities"),
         ({"kv_budget": 200, "pinned_text": [""]}, "pinned_text"),
         ({"kv_budget": 200, "pinned_text": 7}, "pinned_text"),
+        ({"kv_budget": 200, "renumber": "yes"}, "renumber"),
+        ({"renumber": True}, "renumber"),
         ({"retention": "sinks"}, "retention"),
         ({"pinned_text": "x"}, "pinned_text"),
     ],
@@ -205,6 +207,56 @@ def test_the_next_turn_gets_its_past_back(folder: Path) -> None:
         assert engine.chat(TALK, **OPTIONS).usage.recalled_tokens == 0  # it may be kept for a time only
     with pytest.raises(ParameterError, match="kv_recall must be at least 1"):
         ostinato.load(folder, kv_recall=0)
+    wrongs: tuple[dict[str, Any], ...] = (
+        {"kv_recall_every": 64},
+        {"kv_recall_every": 0, "kv_recall": "1MiB"},
+    )
+    for wrong in wrongs:
+        with pytest.raises(ParameterError, match="kv_recall_every is a number of tokens"):
+            ostinato.load(folder, **wrong)
+    with ostinato.load(folder, **settings, kv_recall="64MiB", kv_recall_every=16) as engine:
+        long = engine.chat(TALK, **OPTIONS | {"max_tokens": 40})
+        assert long.usage.completion_tokens == 40
+        assert long.usage.recalled_tokens > 200
+
+
+def test_a_sequence_may_be_longer_than_the_model_where_it_is_renumbered(tmp_path: Path) -> None:
+    folder = save_tiny_chat_model(tmp_path, max_len=256)
+    with ostinato.load(folder, kv_cache=400 * BLOCK_BYTES, block_size=4) as short:
+        for options in ({"kv_budget": 150}, {"kv_budget": 150, "retention": "sinks"}):
+            with pytest.raises(PromptTooLongError):
+                short.chat(TALK, **OPTIONS, **options)
+        reply = short.chat(TALK, **OPTIONS, kv_budget=150, retention="sinks", renumber=True)
+        assert reply.usage.prompt_tokens > 300
+        assert reply.usage.retention == "sinks+renumber"
+        long = short.complete(
+            TEXT, temperature=0.0, max_tokens=300, ignore_eos=True, kv_budget=150, renumber=True
+        )
+        assert long.usage.completion_tokens == 300
+        # A budget beyond the model's length is one of its length.
+        most = short.chat(TALK, **OPTIONS, kv_budget=2000, renumber=True)
+        assert most.usage.dropped_tokens >= most.usage.prompt_tokens + 7 - 256
+        hello = [{"role": "user", "content": "Hello"}]
+        assert (
+            short.chat(hello, **OPTIONS, kv_budget=200, renumber=True).text
+            == short.chat(hello, **OPTIONS).text
+        )
+        with serving(short) as client:
+            answer = client.chat.completions.create(  # type: ignore[call-overload]
+                messages=TALK, model=short.runtime.model_name, max_tokens=8,
+                extra_body={"kv_budget": 150, "renumber": True},
+            )  # fmt: skip
+            assert answer.model_extra["ostinato"]["retention"]["method"] == "summary+renumber"
+
+
+@pytest.mark.parametrize("options", [{"renumber": True}, {"method": "expected"}])
+def test_models_with_learned_positions_are_refused_by_name(options: dict[str, Any]) -> None:
+    from engines.models import loaded
+
+    info = loaded("gpt2").info
+    check_retention(Retention(100), info, "gpt2")
+    with pytest.raises(ParameterError, match=r"gpt2 cannot do what .* asks for: .*adds positions"):
+        check_retention(Retention(100, **options), info, "gpt2")
 
 
 @pytest.mark.parametrize(("name", "reason"), [("gemma2", "sliding window"), ("mamba", "recurrent state")])

@@ -90,6 +90,7 @@ class Harness:
         max_sequences: int = 8,
         itl_target_s: float | None = 60.0,
         recall_bytes: int = 0,
+        recall_every: int | None = None,
     ) -> None:
         """``folder``: of a lower tier with ``slots`` blocks; ``buffers`` of them may be on their way.
 
@@ -132,6 +133,7 @@ class Harness:
                 max_waiting=max_waiting,
                 growth_tokens=8,
                 itl_target_s=itl_target_s,
+                recall_every=recall_every,
             ),
             observer=observer,
             tier_link=self.link,

@@ -14,6 +14,7 @@ import torch
 
 from engines.driver import Collected, Flips, Harness, reference
 from engines.models import VOCAB, build, loaded
+from engines.test_retention import keeping_of
 from ostinato.engines.hf import observe_model
 from ostinato.kv.codecs.layered import WINDOW_TOKENS
 from ostinato.kv.tiers.base import Miss
@@ -185,3 +186,20 @@ def test_kv_that_no_form_can_hold_is_computed_again(tmp_path: Path) -> None:
         assert engine.link is not None
         assert engine.link.write_back.counters.unfit > 0
         assert engine.link.write_back.counters.stored == 0
+
+
+def test_within_a_budget_both_are_said_and_nothing_pruned_is_stored(tmp_path: Path) -> None:
+    """What is read is approximate, what does not fit is dropped; what was computed over that is nobody's."""
+    prompt = tokens(9, 150)
+    with tiered(tmp_path, "int8") as engine:
+        engine.generate(prompt, 2)
+    with tiered(tmp_path, "int8") as engine:
+        keeping = keeping_of(64, "summary", 150, tuple(range(10)))
+        _, sink = engine.submit(prompt, 40, keeping=keeping)
+        sink.wait()
+        assert sink.stats is not None
+        assert counts(sink) == (keeping.keep.num_usable_hit, keeping.keep.num_usable_hit)
+        assert sink.stats.dropped_tokens == 150 + 39 - keeping.num_places
+    with tiered(tmp_path, "int8") as engine:
+        cached, _ = counts(engine.generate([*prompt, *sink.tokens, 7], 2))
+        assert 140 < cached <= 152  # what the first engine had, which dropped nothing

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from engines.driver import NAMESPACE, Collected, Harness, harness
 from engines.models import loaded
 from engines.test_retention import BLOCK, MODEL, Recorded, keeping_of, logprobs_of, prompt_of, run
 from ostinato.kv.terms import Selection
+from ostinato.retention.keeping import Keeping, StepRows
 
 BUDGET = 64
 
@@ -43,6 +45,50 @@ def test_the_next_turn_chooses_from_everything_that_was_dropped(method: str) -> 
     # Tokens that the first turn had dropped everywhere are among those that the second kept.
     left = set(first.positions.ravel().tolist())
     assert any(p not in left for p in second.positions.ravel().tolist() if p < computed)
+
+
+@dataclass(slots=True)
+class Anew(Recorded):
+    """Leaves what rows saw as it was where these were brought back, not computed."""
+
+    starts: list[int] = field(default_factory=list)
+    left: set[int] = field(default_factory=set)
+
+    def start_anew(self, num_computed: int) -> int | None:
+        self.left = set(self.positions.ravel().tolist())
+        num_first = Keeping.start_anew(self, num_computed)
+        if num_first is not None:
+            self.starts.append(num_computed)
+        return num_first
+
+    def note_rows(self, start: int, rows: StepRows, mass: Any) -> None:
+        is_offered = self.starts and start + rows.num_rows <= self.starts[-1] - self.keep.num_probe
+        before = dict(self.seen) if is_offered else {}
+        Recorded.note_rows(self, start, rows, mass)
+        self.seen |= before
+
+
+def test_a_long_answer_chooses_anew_from_everything_it_had_dropped() -> None:
+    prompt = prompt_of(150)
+    keep = _keeping(150).keep
+    with harness(
+        loaded(MODEL), num_blocks=64, block_size=BLOCK, recall_bytes=1 << 24, recall_every=24
+    ) as engine:
+        keeping = Anew(keep, *keeping_of(BUDGET, "summary", 150).positions.shape[:2])
+        sink = run(engine, prompt, 70, keeping)
+        engine.manager.check_integrity()
+    assert keeping.starts == [150 + 24 - 1, 150 + 48 - 1]
+    assert sink.stats is not None
+    assert sink.stats.recalled_tokens > 150
+    assert sink.stats.dropped_tokens == 150 + 69 - keeping.num_places
+    # Rows that were computed again stand for what they were at last; what they said before is past.
+    expected, values = logprobs_of([*prompt, *sink.tokens], 150, keeping)
+    since = keeping.starts[-1] - 150 + 1
+    assert sink.tokens[since:] == expected[since:]
+    got = [item.logprob for item in sink.logprobs if item]
+    np.testing.assert_allclose(got[since:], values[since:], atol=2e-4)
+    # Something that was gone everywhere is back.
+    assert any(p not in keeping.left for p in keeping.positions.ravel().tolist() if p < keeping.starts[-1])
 
 
 def _turns(engine: Harness, second: Recorded, **options: object) -> Collected:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -159,6 +160,7 @@ def test_costs_are_counted_and_shown(claude: Anthropic, url: str) -> None:
     assert "claude-opus-5" in table
     metrics = httpx2.get(f"{url}/metrics").text
     assert 'ostinato_upstream_tokens_total{kind="output",vendor="anthropic"}' in metrics
+    assert re.search(r'^ostinato_reuse_lookup_tokens_total\{layer="provider"\} [1-9]', metrics, re.MULTILINE)
 
 
 def test_keys_of_the_gateway_never_reach_an_upstream(upstream: Running) -> None:

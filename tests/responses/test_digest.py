@@ -69,6 +69,7 @@ CHANGES: dict[str, Any] = {
     "retention": "window",
     "entities": True,
     "pinned_text": ["x"],
+    "renumber": True,
 }
 # What a parameter needs beside it.
 NEEDED: dict[str, dict[str, Any]] = {
@@ -77,6 +78,7 @@ NEEDED: dict[str, dict[str, Any]] = {
     "retention": {"kv_budget": 64},
     "entities": {"kv_budget": 64},
     "pinned_text": {"kv_budget": 64},
+    "renumber": {"kv_budget": 64},
 }
 # Those that change nothing of what is generated: they are how it is sent, written, waited for or kept.
 NO_INFLUENCE = {
@@ -203,7 +205,13 @@ OTHERS: dict[type, dict[str, Any]] = {
     ToolCall: {"id": "j", "name": "g", "arguments": "[]"},
     TrimRules: {"budget_tokens": 5, "strategy": "drop", "low_water": 0.25, "keep_chars": 5},
     PromptUse: {"name": "q", "variables": {"a": "b"}},
-    Retention: {"budget": "50%", "method": "window", "entities": True, "pinned_text": ("x",)},
+    Retention: {
+        "budget": "50%",
+        "method": "window",
+        "entities": True,
+        "pinned_text": ("x",),
+        "renumber": True,
+    },
 }
 
 

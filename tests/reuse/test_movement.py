@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers as hf
@@ -16,7 +17,7 @@ from ostinato.engines.rotations import observe_movement
 from ostinato.engines.runners import LoadedModel
 from ostinato.kv.arena import Arena
 from ostinato.reuse.rope import Movement, Mover
-from ostinato.types import SlotShift
+from ostinato.types import SlotMove, SlotShift
 
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 OTHERS: dict[str, hf.PretrainedConfig] = {
@@ -157,6 +158,39 @@ def test_moved_kv_without_context_is_what_is_computed_there(name: str) -> None:
     for source, target in ((0, 90), (100, 2)):
         here, there = (computed(own, run, places + start) for start in (source, target))
         check_close(moved(model, movement, here, target - source), there)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt-j", "deepseek-v3", "smollm3", "llama-yarn"])
+def test_each_token_by_its_own_distance_is_as_one_after_the_other(name: str) -> None:
+    model = models(name)[0]
+    rotations = observe_movement(model).rotations
+    chance = np.random.default_rng(3)
+    one, other = (Arena(model.layers, 60, dtype=model.dtype, device=model.device) for _ in range(2))
+    for arena in (one, other):
+        torch.manual_seed(2)
+        for group in arena.groups:
+            group.copy_(torch.randn(group.shape))
+    heads = model.layers[0].kv_heads
+    sources = np.stack(
+        [[np.sort(chance.permutation(40)[:10]) for _ in range(heads)] for _ in model.layers]
+    ).astype(np.int64)
+    distances = chance.integers(-30, 5, sources.shape)
+    targets = np.arange(5, 15, dtype=np.int32)  # over some of the sources
+    expected = []
+    for layer in range(len(model.layers)):
+        for head in range(heads):
+            for source, distance in zip(sources[layer, head], distances[layer, head], strict=True):
+                Mover(other, rotations).move([SlotShift(int(source), 59, 1, int(distance))])
+                expected.append((other.keys[layer][head, 59].clone(), other.values[layer][head, 59].clone()))
+    Mover(one, rotations).move_each(SlotMove(sources, targets, distances))
+    got = [
+        (one.keys[layer][head, target], one.values[layer][head, target])
+        for layer in range(len(model.layers))
+        for head in range(heads)
+        for target in targets
+    ]
+    for pair, wanted in zip(got, expected, strict=True):
+        torch.testing.assert_close(pair, wanted, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt-j", "deepseek-v3", "gemma3", "phi"])

@@ -48,7 +48,14 @@ from ostinato.observe import (
 from ostinato.panels import ALERTS
 from ostinato.responses.stores.base import Use
 from ostinato.runtime import Health
-from ostinato.series import ALL, PREFIX, UPSTREAM_DOLLARS, UPSTREAM_TOKENS
+from ostinato.series import (
+    ALL,
+    PREFIX,
+    UPSTREAM_DOLLARS,
+    UPSTREAM_MISSES,
+    UPSTREAM_TOKENS,
+    UPSTREAM_UNCACHED_DOLLARS,
+)
 from ostinato.types import Conversation, GenerationRequest, Message, Served, Trim, Usage
 
 _NO_TOOL = "needs Prometheus: install the package prometheus (it brings promtool)"
@@ -76,6 +83,8 @@ class Source:
         self.http = HttpMetrics(self.registry)
         self.tokens = counter_of(UPSTREAM_TOKENS, self.registry)
         self.dollars = counter_of(UPSTREAM_DOLLARS, self.registry)
+        self.uncached = counter_of(UPSTREAM_UNCACHED_DOLLARS, self.registry)
+        self.missed = counter_of(UPSTREAM_MISSES, self.registry)
 
     def live(self) -> None:
         """A moment of it."""
@@ -93,7 +102,9 @@ class Source:
         for event in events:
             self.observer(event)
         self.http.observe("/v1/chat/completions", 200, 0.6)
-        self.tokens.labels("read").inc(50)
+        self.tokens.labels("openai", "read").inc(50)
+        self.uncached.labels("openai").inc(0.02)
+        self.missed.labels("openai", "unclear").inc()
         self.dollars.labels("openai").inc(0.01)
         self.stored["stored"] += 8
         for name in ("looked_up_tokens", "hit_tokens", "loaded_tokens", "loaded_bytes"):

@@ -364,6 +364,7 @@ class Step:
 
     Attributes:
         mass: by layer, for each watched sequence in order, ``[kv_heads, places]``.
+        queries: by layer, for each sequence in order whose queries are noted, ``[heads, rows, key_dim]``.
         differences: of ``compare_layer``, sums of squares ``[4, rows]`` in the order of
             :class:`~ostinato.engines.base.Deviations`.
     """
@@ -383,6 +384,8 @@ class Step:
         self._compare_layer = compare_layer
         self._is_watched = any(sequence.num_watched for sequence in sequences)
         self.mass: dict[int, list[Tensor]] = {}
+        self.queries: dict[int, list[Tensor]] = {}
+        self._noted = _noted_rows(sequences)
         self.differences: Tensor | None = None
 
     @functools.cached_property
@@ -418,6 +421,8 @@ class Step:
         if layer == self._compare_layer:
             self._compare(layer, key, value)
             raise LayerReached
+        if self._noted:
+            self.queries[layer] = [query[0, :, rows] for rows in self._noted]
         shape = self._arena.layers[layer]
         if rule.softcap is None and can_page(shape.key_dim, shape.value_dim, query.dtype, query.device):
             output, lse = self._paged.attend(
@@ -453,6 +458,16 @@ class Step:
             old = arena[layer][:, self._slots].float()
             sums += [(new - old).square().sum(dim=(0, 2)), new.square().sum(dim=(0, 2))]
         self.differences = torch.stack([sums[0], sums[2], sums[1], sums[3]])
+
+
+def _noted_rows(sequences: Sequence[SequencePlan]) -> list[slice]:
+    """Of each sequence whose queries are noted, its rows in the step."""
+    ends = np.cumsum([len(sequence.tokens) for sequence in sequences]).tolist()
+    return [
+        slice(end - len(sequence.tokens), end)
+        for end, sequence in zip(ends, sequences, strict=True)
+        if sequence.notes_queries
+    ]
 
 
 def _weigh(sequence: SequencePlan, query: Tensor, lse: Tensor, keys: Tensor, rule: LayerRule) -> Tensor:

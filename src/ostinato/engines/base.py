@@ -60,7 +60,7 @@ class RunnerInfo:
     go into the namespace: KV is exchangeable only where they are equal. ``compaction_reason`` says why a
     sequence's places must be its positions, where they must. For a row, attending to ``keys_a_row`` keys is
     as much arithmetic as its way through the weights. ``kv_heads``: how many key
-    heads each layer has.
+    heads each layer has. ``movement_reason`` says why KV cannot be given other positions, where it cannot.
     """
 
     max_model_len: int
@@ -76,6 +76,7 @@ class RunnerInfo:
     compaction_reason: str | None = None
     keys_a_row: float = math.inf
     kv_heads: tuple[int, ...] = ()
+    movement_reason: str | None = None
 
 
 class ModelRunner(Protocol):
@@ -94,6 +95,13 @@ class ModelRunner(Protocol):
         """Run rows up to ``layer`` only, and compare their KV there with what lies in their slots.
 
         Layers before it are written as in any step. Only of runners that reuse.
+        """
+
+    def expect(self, sequence_id: int, slots: TokenArray, next_position: int) -> AttentionMass:
+        """What rows from ``next_position`` on are expected to give to the KV in ``slots``.
+
+        From how the sequence's queries were, as far as plans had them noted. Only of runners without a
+        ``movement_reason``.
         """
 
     def release_state(self, sequence_id: int) -> None:

@@ -39,7 +39,7 @@ from ..types import (
 from .base import ModelRunner, Sampled, StepResult
 from .line import Turns, prefixes_first
 from .pace import Pace, Room
-from .recall import begin, offer, save_all
+from .recall import begin, choose_anew, offer, save_all
 from .sequence import Sequence, SequenceStats
 from .thinning import thin
 from .worker import Worker
@@ -61,6 +61,7 @@ class BatchingSettings:
     ``growth_tokens`` is how far ahead a growing sequence reaches for room next to its last block, so that
     what it attends to lies together. ``itl_target_s`` is how long a step may last while somebody is decoding
     (:class:`~ostinato.engines.pace.Pace`); ``None``: four times as long as without prompts for as many.
+    ``recall_every``: after so many generated tokens what was dropped is offered again; ``None``: never.
     """
 
     max_batch_tokens: int = 512
@@ -68,6 +69,7 @@ class BatchingSettings:
     max_waiting: int = 1024
     growth_tokens: int = 128
     itl_target_s: float | None = None
+    recall_every: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -316,22 +318,26 @@ class Batcher:
     def _plan_rows(self, sequence: Sequence, num_rows: int) -> SequencePlan:
         assert sequence.lease is not None
         start, end = sequence.num_computed, sequence.num_computed + num_rows
-        positions, places, num_watched, num_before = np.arange(start, end, dtype=np.int32), None, 0, start
-        if sequence.keeping is not None:
+        numbers, places, num_watched, num_before = np.arange(start, end, dtype=np.int32), None, 0, start
+        positions, notes_queries = numbers, False
+        if (keeping := sequence.keeping) is not None:
             assert sequence.rows is not None
-            positions = np.concatenate([positions, sequence.rows.probe])
-            num_before, num_watched = sequence.keeping.num_places, sequence.rows.num_watched
-            places = np.arange(num_before, num_before + len(positions), dtype=np.int32)
+            numbers = np.concatenate([numbers, sequence.rows.probe])
+            num_before, num_watched = keeping.num_places, sequence.rows.num_watched
+            places = np.arange(num_before, num_before + len(numbers), dtype=np.int32)
+            positions = places if keeping.keep.renumbers else numbers
+            notes_queries = sequence.rows.notes_queries
         return SequencePlan(
             sequence_id=sequence.id,
-            tokens=sequence.tokens[positions],
+            tokens=sequence.tokens[numbers],
             positions=positions,
-            slots=sequence.lease.slots(num_before, num_before + len(positions)),
+            slots=sequence.lease.slots(num_before, num_before + len(numbers)),
             block_ids=sequence.lease.block_ids,
             block_size=self._manager.block_size,
             sample=end == sequence.num_tokens,
             places=places,
             num_watched=num_watched,
+            notes_queries=notes_queries,
         )
 
     def _thin(self) -> None:
@@ -339,6 +345,8 @@ class Batcher:
         for sequence in [s for s in self._running if s.keeping is not None]:
             keeping = sequence.keeping
             assert keeping is not None
+            if self._settings.recall_every is not None:
+                choose_anew(sequence, self._settings.recall_every)
             most = self._settings.max_batch_tokens
             while sequence.lease is not None:
                 rows = keeping.next_rows(sequence.num_computed, sequence.num_tokens, most)

@@ -23,8 +23,10 @@ from transformers.utils import logging as hf_logging
 
 from ..errors import ModelCorruptError, ModelUnsupportedError
 from ..kv.arena import Arena
+from ..reuse.rope import Movement
 from ..types import SequencePlan, TokenArray
 from .packed import can_pack, pack_linears
+from .rotations import observe_movement
 from .runners import ATTENTION_NAME, LoadedModel, Probe, StatefulRunner, forward
 
 _log = logging.getLogger(__name__)
@@ -97,11 +99,20 @@ def observe_model(model: Any, *, max_model_len: int | None = None) -> LoadedMode
     )
     if loaded.reuse_reason is None:
         loaded.reuse_reason = _observe(loaded)
+    if loaded.reuse_reason is None:
+        loaded.movement = _movement(loaded)
     if loaded.reuse_reason is not None:
         loaded.layers, loaded.rules = (), {}
         loaded.keeps_state = _check_state(loaded)
         _log.warning("this model runs without KV reuse: %s", loaded.reuse_reason)
     return loaded
+
+
+def _movement(loaded: LoadedModel) -> Movement:
+    try:
+        return observe_movement(loaded)
+    except (AssertionError, TypeError, ValueError, RuntimeError, KeyError) as error:
+        return Movement(reason=f"how its KV moves cannot be observed: {error}")
 
 
 def _rotary(config: Any) -> Any:

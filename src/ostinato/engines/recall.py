@@ -4,7 +4,7 @@ it.
 What an archive has of a prompt is not computed again. It is offered, chunk by chunk, to the end of the new
 prompt: loaded to where a chunk would be computed, and scored by the prompt's last rows as a chunk would be.
 What these attend to stays, the rest makes room for the next chunk. So every new question chooses anew from
-everything.
+everything; and so does a long answer from time to time, asked by its own last rows.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ if TYPE_CHECKING:
 def begin(archives: Archives, manager: KVManager, sequence: Sequence) -> None:
     """Of a sequence that starts: what is there of it, and room for what it is going to drop.
 
-    What may be kept for a time only is not kept here at all.
+    What may be kept for a time only is not kept here at all, nor what has been renumbered.
     """
     keeping = sequence.keeping
     assert keeping is not None, "a sequence without a budget"
     sequence.archive, sequence.num_offered, sequence.archive_epoch = None, 0, archives.epoch
     keep = keeping.keep
-    if manager.ttl_s(sequence.namespace, sequence.terms) < inf:
+    if keep.renumbers or manager.ttl_s(sequence.namespace, sequence.terms) < inf:
         return
     sequence.archive = archives.open(sequence.num_prompt + sequence.max_new)
     if not keep.is_drop_certain or not keep.num_probe:
@@ -55,6 +55,25 @@ def save_all(archives: Archives, sequence: Sequence) -> None:
     archive.save(positions, np.broadcast_to(slots, positions.shape))
     setting = sequence.namespace.digest, *keeping.keep.setting
     archives.keep(setting, archive, sequence.tokens[: sequence.num_computed], sequence.archive_epoch)
+
+
+def choose_anew(sequence: Sequence, every: int) -> None:
+    """Has a sequence that generated ``every`` tokens since be offered all that it has computed once more."""
+    keeping, lease, archive = sequence.keeping, sequence.lease, sequence.archive
+    if keeping is None or lease is None or archive is None or not keeping.keep.num_probe:
+        return
+    is_due = sequence.num_output - sequence.num_output_asked >= every
+    if not is_due or sequence.is_prefilling or not keeping.num_dropped:
+        return
+    sequence.num_output_asked = sequence.num_output
+    positions = keeping.positions.copy()
+    num_first = keeping.start_anew(sequence.num_computed)
+    if num_first is None:
+        return
+    archive.save(positions, np.broadcast_to(lease.slots(0, positions.shape[2]), positions.shape))
+    sequence.num_offered = sequence.num_computed - keeping.keep.num_probe
+    sequence.num_computed = num_first
+    sequence.recalled_tokens = max(sequence.recalled_tokens, sequence.num_offered - num_first)
 
 
 def offer(sequence: Sequence, runner: ModelRunner, block_size: int) -> None:

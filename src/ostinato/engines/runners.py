@@ -7,6 +7,7 @@ writes them to the arena and attends to where they lie. No cache object of trans
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 from collections.abc import Mapping
@@ -19,9 +20,11 @@ from torch import Tensor
 from transformers import AttentionInterface
 
 from ..kv.arena import Arena, LayerShape
+from ..reuse.rope import Movement, Mover
 from ..types import Plan, SamplingParams, SequencePlan, TokenArray
 from .attention import LayerReached, LayerRule, Step
 from .base import AttentionMass, Deviations, RunnerInfo, Sampled, StepResult
+from .expected import NUM_LEFT_OUT, QueryStatistics
 from .packed import can_pack, round_up
 from .sampling import Sampler
 
@@ -117,6 +120,9 @@ class LoadedModel:
     reuse_reason: str | None
     keeps_state: bool = False
     weight_bytes: int = 0
+    movement: Movement = field(
+        default_factory=lambda: Movement(reason="it has not been observed how its KV moves")
+    )
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -139,6 +145,7 @@ class LoadedModel:
             compaction_reason=self.compaction_reason,
             keys_a_row=self._keys_a_row,
             kv_heads=tuple(shape.kv_heads for shape in self.layers),
+            movement_reason=self.reuse_reason or self.movement.reason,
         )
 
     @property
@@ -175,7 +182,7 @@ def _at_least_two(sequences: tuple[SequencePlan, ...]) -> tuple[SequencePlan, ..
     """
     if sum(len(sequence.tokens) for sequence in sequences) > 1:
         return sequences
-    return (sequences[0], replace(sequences[0], sample=False, num_watched=0))
+    return (sequences[0], replace(sequences[0], sample=False, num_watched=0, notes_queries=False))
 
 
 def _call(loaded: LoadedModel, sequences: tuple[SequencePlan, ...], step: Step) -> Tensor:
@@ -239,7 +246,14 @@ class PagedRunner:
         self._loaded = loaded
         self.arena = Arena(loaded.layers, num_slots, dtype=loaded.dtype, device=loaded.device)
         self._samplers = _Samplers(loaded.vocab_size)
+        self._queries: dict[int, QueryStatistics] = {}
         self.info = loaded.info
+
+    @functools.cached_property
+    def _mover(self) -> Mover:
+        movement = self._loaded.movement
+        assert movement.reason is None, f"KV that cannot be moved: {movement.reason}"
+        return Mover(self.arena, movement.rotations)
 
     def open(self, sequence_id: int, prompt: TokenArray, params: SamplingParams) -> None:
         self._samplers.open(sequence_id, prompt, params)
@@ -247,7 +261,10 @@ class PagedRunner:
     @torch.inference_mode()
     def execute(self, plan: Plan) -> StepResult:
         for move in plan.moves:
-            self.arena.move(move)
+            if move.distances is None:
+                self.arena.move(move)
+            else:
+                self._mover.move_each(move)
         for copy in plan.copies:
             self.arena.copy(copy)
         if not plan.sequences:
@@ -256,6 +273,7 @@ class PagedRunner:
         step = Step(self.arena, sequences, self._loaded.device)
         logits = _call(self._loaded, sequences, step)
         sampled = self._samplers.sample([s.sequence_id for s in plan.sequences if s.sample], logits)
+        self._note_queries([s for s in plan.sequences if s.notes_queries], step)
         watched = [s.sequence_id for s in plan.sequences if s.num_watched]
         return StepResult(sampled, _mass_of(step, watched) if watched else {})
 
@@ -275,10 +293,34 @@ class PagedRunner:
             return Deviations(*step.differences[:, : len(sequence.tokens)].cpu().numpy())
         raise AssertionError("the model did not come to that layer")
 
+    def _note_queries(self, sequences: list[SequencePlan], step: Step) -> None:
+        for i, sequence in enumerate(sequences):
+            statistics = self._queries.get(sequence.sequence_id)
+            if statistics is None:
+                assert self.info.movement_reason is None, f"queries: {self.info.movement_reason}"
+                statistics = QueryStatistics(self._loaded.movement.rotations)
+                self._queries[sequence.sequence_id] = statistics
+            queries = [step.queries[layer][i] for layer in range(len(step.queries))]
+            statistics.add(sequence.positions, queries)
+
+    @torch.inference_mode()
+    def expect(self, sequence_id: int, slots: TokenArray, next_position: int) -> AttentionMass:
+        statistics = self._queries[sequence_id]
+        at = torch.from_numpy(slots.astype(np.int64)).to(self._loaded.device)
+        mass = []
+        for layer in range(len(self._loaded.layers)):
+            keys, values = (t[layer].index_select(1, at) for t in (self.arena.keys, self.arena.values))
+            scale = self._loaded.rules[layer].scaling
+            scores = statistics.expect(layer, keys, values, next_position, scale, NUM_LEFT_OUT)
+            mass.append(scores.numpy())
+        return tuple(mass)
+
     def release_state(self, sequence_id: int) -> None:
-        """Nothing to do: what a sequence computed lies in slots, which its lease gives back."""
+        """What a sequence computed lies in slots, which its lease gives back; how it asked is forgotten."""
+        self._queries.pop(sequence_id, None)
 
     def close(self, sequence_id: int) -> None:
+        self.release_state(sequence_id)
         self._samplers.close(sequence_id)
 
 
@@ -314,6 +356,9 @@ class StatefulRunner:
 
     def deviations(self, sequence: SequencePlan, layer: int) -> Deviations:
         raise AssertionError("a state has no slots to compare with")
+
+    def expect(self, sequence_id: int, slots: TokenArray, next_position: int) -> AttentionMass:
+        raise AssertionError("a state shows no queries")
 
     def advance(self, sequence: SequencePlan) -> Tensor:
         """Take in a sequence's rows; the logits of the last one, ``[1, vocabulary]``."""

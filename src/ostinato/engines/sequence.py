@@ -58,8 +58,8 @@ class Sequence:
         "_tokens", "approximate_tokens", "archive", "archive_epoch", "arrived_s", "cached_tokens",
         "cancelled", "chain", "copies", "deadline_s", "first_token_s", "id", "keeping", "lease", "load",
         "load_s", "loaded_tokens", "max_new", "namespace", "num_choices", "num_computed", "num_exact",
-        "num_offered", "num_overtaken", "num_prompt", "num_tokens", "offers_tools", "params",
-        "recalled_tokens", "rows", "session", "sink", "started_s", "stop_token_ids", "terms",
+        "num_offered", "num_output_asked", "num_overtaken", "num_prompt", "num_tokens", "offers_tools",
+        "params", "recalled_tokens", "rows", "session", "sink", "started_s", "stop_token_ids", "terms",
         "written_tokens",
     )  # fmt: skip
 
@@ -117,6 +117,7 @@ class Sequence:
         self.recalled_tokens = 0
         self.loaded_tokens = 0  # of the cached ones: from the lower tier
         self.load_s = 0.0  # and what that took
+        self.num_output_asked = 0  # of its answer, when it last chose from everything there had been
         self.rows: StepRows | None = None  # of the step under way, where it is kept within a budget
         self.written_tokens = 0
         self.arrived_s = 0.0
@@ -162,7 +163,10 @@ class Sequence:
         if self.keeping.num_dropped or self.num_offered:
             return 0
         keep = self.keeping.keep
-        return min(self.num_computed, keep.num_head) if keep.is_drop_certain else self.num_computed
+        if not keep.is_drop_certain:
+            return self.num_computed
+        num_sure = min(self.num_computed, keep.num_head)
+        return num_sure if num_sure > self.keeping.num_cached else 0  # of what was there nothing is new
 
     @property
     def is_prefilling(self) -> bool:

@@ -21,8 +21,11 @@ def thin(sequence: Sequence, num_kept: int, runner: ModelRunner, block_size: int
     keeping, lease = sequence.keeping, sequence.lease
     assert keeping is not None, "a sequence without a budget"
     assert lease is not None, "a sequence that does not run"
-    kept = keeping.choose(num_kept)
     old_ids = lease.block_ids.copy()
+    if keeping.keep.method.watches == "queries":
+        slots = lease.slots(0, keeping.num_places)
+        keeping.note_expected(runner.expect(sequence.id, slots, _next_position(sequence)))
+    kept = keeping.choose(num_kept)
     num_blocks = lease.recast(first_moved(kept) // block_size, keeping.keep.budget_tokens)
     if num_blocks is None:
         return False
@@ -35,7 +38,15 @@ def thin(sequence: Sequence, num_kept: int, runner: ModelRunner, block_size: int
         positions = np.take_along_axis(keeping.positions, dropped, axis=2)
         sequence.archive.save(positions, old_ids[index] * block_size + offset)
     index, offset = np.divmod(kept[:, :, start:], block_size)
-    move = SlotMove((old_ids[index] * block_size + offset).astype(np.int64), lease.slots(start, num_kept))
-    runner.execute(Plan((), moves=(move,)))
+    sources = (old_ids[index] * block_size + offset).astype(np.int64)
+    # Renumbered, a token's position is its place, before the move and after it.
+    distances = np.arange(start, num_kept) - kept[:, :, start:] if keeping.keep.renumbers else None
+    runner.execute(Plan((), moves=(SlotMove(sources, lease.slots(start, num_kept), distances),)))
     keeping.apply(kept)
     return True
+
+
+def _next_position(sequence: Sequence) -> int:
+    keeping = sequence.keeping
+    assert keeping is not None, "a sequence without a budget"
+    return keeping.num_places if keeping.keep.renumbers else sequence.num_computed

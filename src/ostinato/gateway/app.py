@@ -18,8 +18,9 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Message, Receive
 
+from .. import series
 from ..errors import MalformedRequestError, ParameterError, QueueFullError, ShuttingDownError
-from ..observe import HttpMetrics, exposition, new_registry
+from ..observe import HttpMetrics, counter_of, exposition, new_registry
 from ..providers.rules import RuleTable
 from ..server.body import read_body
 from ..server.border import Border
@@ -74,7 +75,7 @@ def create_gateway(
     """
     registry = new_registry()
     gateway = Gateway(upstreams, settings, Planning(table, time.monotonic), answers)
-    for counter in (gateway.tokens, gateway.dollars, gateway.missed):
+    for counter in gateway.counters:
         registry.register(counter)
     metrics = HttpMetrics(registry)
 
@@ -123,21 +124,12 @@ class Gateway:
         self.planning = planning
         self.answers = answers
         self.relay = Relay(max_connections=settings.max_connections)
-        self.tokens = Counter(
-            "ostinato_upstream_tokens",
-            "Tokens that upstreams reported, by what became of them.",
-            ["vendor", "kind"],
-            registry=None,
-        )
-        self.dollars = Counter(
-            "ostinato_upstream_dollars", "What they cost at list price.", ["vendor"], registry=None
-        )
-        self.missed = Counter(
-            "ostinato:upstream_cache_misses",
-            "Requests that read less of an upstream's cache than went before, by why.",
-            ["vendor", "reason"],
-            registry=None,
-        )
+        self.tokens = counter_of(series.UPSTREAM_TOKENS, None)
+        self.dollars = counter_of(series.UPSTREAM_DOLLARS, None)
+        self.uncached_dollars = counter_of(series.UPSTREAM_UNCACHED_DOLLARS, None)
+        self.missed = counter_of(series.UPSTREAM_MISSES, None)
+        self.looked_up = counter_of(series.REUSE_LOOKUP, None)
+        self.reused = counter_of(series.REUSE_HIT, None)
         self.keeper = Keeper(self.relay, planning, clock=time.monotonic, today=today, enter=self._book)
         self._num_active = 0
         self._num_body_bytes = 0
@@ -316,6 +308,14 @@ class Gateway:
         """Enter what a request used into the books."""
         self._book(sent, await self.planning.ended(sent, usage, today()))
 
+    @property
+    def counters(self) -> tuple[Counter, ...]:
+        """What is told of upstreams on ``/metrics``."""
+        return (
+            *(self.tokens, self.dollars, self.uncached_dollars),
+            *(self.missed, self.looked_up, self.reused),
+        )
+
     def _book(self, sent: Sent, booked: Booked) -> None:
         vendor = sent.account.vendor
         if booked.miss is not None:
@@ -326,8 +326,11 @@ class Gateway:
         self.tokens.labels(vendor, "written").inc(use.num_written)
         self.tokens.labels(vendor, "read").inc(use.read)
         self.tokens.labels(vendor, "output").inc(use.output)
+        self.looked_up.labels("provider").inc(use.input)
+        self.reused.labels("provider").inc(use.read)
         if booked.money is not None:
             self.dollars.labels(vendor).inc(float(booked.money.total))
+            self.uncached_dollars.labels(vendor).inc(float(booked.money.without_cache))
 
     def hold(self, num_bytes: int) -> None:
         """More bytes of a request have come (fewer: it is over). Raises :class:`QueueFullError`."""

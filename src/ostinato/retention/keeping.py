@@ -13,6 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import numpy as np
+import numpy.typing as npt
 
 from ..errors import BudgetTooSmallError
 from ..types import TokenArray
@@ -25,7 +26,7 @@ _MAX_PROBE = 32
 _STRETCH = 64
 """Generated tokens between two summaries."""
 _SAMPLED_EVERY = 4
-"""Of generated rows one in so many is watched, where a method wants windows: scores cost little then."""
+"""Of generated rows one in so many is watched, where a method wants windows or queries: that costs little."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +38,7 @@ class Keep:
         method: what to keep.
         protected, preferred: flags over the prompt's tokens: what must stay, what stays before others.
         setting: what KV that was computed in this way has in common.
+        renumbers: whether what stays is given the positions of its places.
 
     Raises:
         BudgetTooSmallError: what is protected does not leave room to work in.
@@ -47,6 +49,7 @@ class Keep:
     protected: Flags
     preferred: Flags
     setting: tuple[str, ...] = ()
+    renumbers: bool = False
 
     def __post_init__(self) -> None:
         num_protected = int(self.protected.sum())
@@ -93,18 +96,25 @@ class Keep:
 
     @property
     def num_usable_hit(self) -> int:
-        """The longest prefix that can be taken from a cache: it must leave room for the next step."""
+        """The longest prefix that can be taken from a cache: it must leave room for the next step.
+
+        None where the method asks all rows: those that were not computed could not be asked, and what stays
+        would depend on what happened to be cached.
+        """
+        if self.method.watches in ("all", "queries"):
+            return 0
         return self.budget_tokens - self.chunk - self.num_probe
 
 
 @dataclass(slots=True)
 class StepRows:
-    """What a sequence does in a step: ``num_rows`` new ones, then ``probe`` (positions), of which the last
-    ``num_watched`` (of all rows together) are watched."""
+    """What a sequence does in a step: ``num_rows`` new ones, then ``probe`` (which tokens), of which the last
+    ``num_watched`` (of all rows together) are watched; ``notes_queries``: how all of them ask is noted."""
 
     num_rows: int
     probe: TokenArray
     num_watched: int
+    notes_queries: bool = False
 
 
 _NO_PROBE = np.zeros(0, np.int32)
@@ -119,11 +129,15 @@ class Keeping:
     num_layers: int
     num_heads: int
     num_dropped: int = 0
+    num_cached: int = 0
+    """Leading tokens that had their KV from the start."""
     _evidence: Evidence = field(init=False)
     _num_decoded: int = field(init=False, default=0)
+    _num_asked: int = field(init=False)
+    """The last of so many tokens say what stays: the prompt's, until it chooses anew."""
 
     def __post_init__(self) -> None:
-        self._evidence = Evidence(self.num_layers, self.num_heads, self.keep.budget_tokens)
+        self.start(0)
 
     @property
     def num_places(self) -> int:
@@ -141,7 +155,22 @@ class Keeping:
         self._evidence = Evidence(self.num_layers, self.num_heads, self.keep.budget_tokens)
         self._evidence.grow(np.arange(num_cached, dtype=np.int32))
         self.num_dropped = 0
+        self.num_cached = num_cached
         self._num_decoded = 0
+        self._num_asked = self.keep.num_prompt
+
+    def start_anew(self, num_computed: int) -> int | None:
+        """All ``num_computed`` tokens are going to be offered again; the last of them are asked what stays.
+
+        Returns how many of the first are where they belong, and stay there; ``None``: so many that no chunk
+        fits behind them, and nothing is done.
+        """
+        num_first = first_moved(self.positions)
+        if num_first > self.keep.num_usable_hit:
+            return None
+        self.start(num_first)
+        self._num_asked = num_computed
+        return num_first
 
     def next_rows(self, num_computed: int, num_tokens: int, most: int) -> StepRows:
         """The rows of the next step, ``most`` new ones at most; the probe comes on top."""
@@ -152,10 +181,13 @@ class Keeping:
         behind = num_computed + num_rows
         probe = _NO_PROBE
         # A sequence that was preempted computes its own output again: it has asked already.
-        if keep.is_drop_certain and behind < keep.num_prompt and keep.num_probe:
-            start = max(behind, keep.num_prompt - keep.num_probe)
-            probe = np.arange(start, keep.num_prompt, dtype=np.int32)
-        return StepRows(num_rows, probe, self._num_watched(method, num_computed, behind, len(probe)))
+        is_certain = keep.is_drop_certain or self._num_asked > keep.num_prompt
+        if is_certain and behind < self._num_asked and keep.num_probe:
+            start = max(behind, self._num_asked - keep.num_probe)
+            probe = np.arange(start, self._num_asked, dtype=np.int32)
+        num_watched = self._num_watched(method, num_computed, behind, len(probe))
+        is_noted = num_computed < self._num_asked or num_rows > 1 or self._num_decoded % _SAMPLED_EVERY == 0
+        return StepRows(num_rows, probe, num_watched, method.watches == "queries" and is_noted)
 
     def _num_watched(self, method: Method, num_computed: int, behind: int, num_probe: int) -> int:
         num_rows = behind - num_computed
@@ -163,13 +195,13 @@ class Keeping:
             return num_rows
         if method.watches == "last":
             return 1
-        if method.watches == "none":
+        if method.watches in ("none", "queries"):
             return 0
         if num_probe:
             return num_probe
-        if num_computed >= self.keep.num_prompt and num_rows == 1:
+        if num_computed >= self._num_asked and num_rows == 1:
             return 1 if self._num_decoded % _SAMPLED_EVERY == 0 else 0
-        return min(num_rows, max(1, behind - (self.keep.num_prompt - self.keep.num_probe)))
+        return min(num_rows, max(1, behind - (self._num_asked - self.keep.num_probe)))
 
     def room_for(self, rows: StepRows) -> int | None:
         """To how many places it must shrink before these rows; ``None``: there is room."""
@@ -191,6 +223,10 @@ class Keeping:
         preferred = in_prompt & keep.preferred[at] if keep.preferred.any() else None
         return choose(keep.method.scores(self._evidence), protected, num_kept, preferred)
 
+    def note_expected(self, mass: tuple[Mass, ...]) -> None:
+        """What rows that are still to come are expected to give to all places; before ``choose``."""
+        self._evidence.note(np.stack(mass), 1)
+
     def apply(self, kept: Places) -> None:
         """Only ``kept`` are there now, in their order."""
         self.num_dropped += self.num_places - kept.shape[2]
@@ -200,7 +236,7 @@ class Keeping:
         """A step has run: ``rows`` from token ``start`` on; ``mass`` by layer, where some were watched."""
         evidence, watches = self._evidence, self.keep.method.watches
         evidence.grow(np.arange(start, start + rows.num_rows, dtype=np.int32))
-        is_decoding = start >= self.keep.num_prompt
+        is_decoding = start >= self._num_asked
         self._num_decoded += rows.num_rows if is_decoding else 0
         if mass is not None:
             evidence.note(np.stack([layer[:, : evidence.size] for layer in mass]), rows.num_watched)
@@ -209,7 +245,7 @@ class Keeping:
             evidence.summarise()
 
 
-def first_moved(kept: Places) -> int:
+def first_moved(kept: Places | npt.NDArray[np.int32]) -> int:
     """So many leading places stay where they are, in all rows."""
     moved = (kept != np.arange(kept.shape[2])).any(axis=(0, 1))
     return int(moved.argmax()) if moved.any() else kept.shape[2]

@@ -2,8 +2,8 @@
 
 A method gives every place a score; the lowest go first. ``watches`` says which rows' attention it wants,
 and so what it costs: none, the last of a step, a window at the prompt's end (which is computed along with
-every chunk of the prompt, so that the choice knows the question before the rest of the text is there), or
-all.
+every chunk of the prompt, so that the choice knows the question before the rest of the text is there), all,
+or instead of attention how all rows' queries are distributed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ..errors import ParameterError
 from .choice import highest_of, smooth
 from .evidence import Evidence, Mass
 
-Watch = Literal["none", "last", "window", "all"]
+Watch = Literal["none", "last", "window", "all", "queries"]
 
 
 class Method(Protocol):
@@ -120,6 +120,25 @@ class ObservationWindow:
 
 
 @dataclass(frozen=True, slots=True)
+class ExpectedAttention:
+    """What rows that are still to come will attend to, expected from how all queries were, head by head.
+
+    Devoto, Jeblick and Jégou, arXiv 2510.00636; the runner computes it (:mod:`ostinato.engines.expected`).
+    """
+
+    name: str = "expected"
+    watches: Watch = "queries"
+    num_sinks: int = 4
+    prefers_entities: bool = False
+
+    def num_newest(self, budget_tokens: int) -> int:
+        return 1
+
+    def scores(self, evidence: Evidence) -> Mass:
+        return evidence.latest
+
+
+@dataclass(frozen=True, slots=True)
 class LastRow:
     """What the newest row attends to, layer by layer over all heads; no token is protected.
 
@@ -189,7 +208,8 @@ def _over_heads(mass: Mass) -> Mass:
 
 
 _METHODS: tuple[Method, ...] = (
-    SlidingWindow(), SinksWindow(), HeavyHitters(), ObservationWindow(), LastRow(), Summaries(),
+    SlidingWindow(), SinksWindow(), HeavyHitters(), ObservationWindow(), LastRow(), ExpectedAttention(),
+    Summaries(),
 )  # fmt: skip
 METHOD_NAMES = tuple(method.name for method in _METHODS)
 DEFAULT_METHOD = "summary"

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from ostinato.kv.arena import Arena
-from ostinato.types import SlotShift
+from ostinato.types import SlotMove, SlotShift
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +81,23 @@ class Mover:
         for layer in self._layers:
             layer.move(table, np.array(distances, np.float64))
 
+    @torch.inference_mode()
+    def move_each(self, move: SlotMove) -> None:
+        """Moves KV in every layer and key head from slots of its own, and each token by its own distance.
+
+        Where distances lie close together, as they do in a sequence that is pushed together: of every
+        distance between the least and the greatest there is a table.
+        """
+        distances = move.distances
+        assert distances is not None, "a move without distances is the arena's"
+        if not distances.size:
+            return
+        least = int(distances.min())
+        span = np.arange(least, int(distances.max()) + 1, dtype=np.float64)
+        targets = torch.from_numpy(move.targets.astype(np.int64))
+        for number, layer in enumerate(self._layers):
+            layer.move_each(move.sources[number], targets, distances[number] - least, span)
+
 
 class _Layer:
     """One layer's keys and values, ``[kv_heads, slots, dim]``."""
@@ -117,6 +134,30 @@ class _Layer:
             new[..., second] = (b * c[row] + a * s[row]).to(new.dtype)
             new[..., rest] = old[..., rest]
             self._values[:, target : target + length] = self._values[:, source : source + length]
+
+    def move_each(
+        self,
+        sources: npt.NDArray[np.int64],
+        targets: Tensor,
+        rows: npt.NDArray[np.int64],
+        span: npt.NDArray[np.float64],
+    ) -> None:
+        """``rows`` of ``span`` are the distances; sources and rows ``[kv_heads, number]``."""
+        device = self._keys.device
+        angles = span[:, None] * self._frequencies
+        cos, sin = (torch.from_numpy(f(angles).astype(np.float32)).to(device) for f in (np.cos, np.sin))
+        first, second = (torch.from_numpy(array).to(device) for array in (self._first, self._second))
+        targets = targets.to(device)
+        for head in range(self._keys.shape[0]):
+            source = torch.from_numpy(np.ascontiguousarray(sources[head])).to(device)
+            row = torch.from_numpy(np.ascontiguousarray(rows[head])).to(device)
+            old = self._keys[head].index_select(0, source)
+            new = old.clone()
+            a, b, c, s = old[:, first].float(), old[:, second].float(), cos[row], sin[row]
+            new[:, first] = (a * c - b * s).to(new.dtype)
+            new[:, second] = (b * c + a * s).to(new.dtype)
+            self._keys[head].index_copy_(0, targets, new)
+            self._values[head].index_copy_(0, targets, self._values[head].index_select(0, source))
 
 
 @cache

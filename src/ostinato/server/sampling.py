@@ -75,6 +75,7 @@ class SamplingFields(Wire):
     retention: Annotated[str, Field(max_length=64)] | None = None
     entities: bool | None = None
     pinned_text: Annotated[list[PinnedText], Field(max_length=256)] | None = None
+    renumber: bool | None = None
 
     metadata: Any = None
     prompt_cache_key: Any = None
@@ -94,7 +95,10 @@ class SamplingFields(Wire):
 
     def retention_wanted(self) -> Retention | None:
         """Within which KV budget, and how; ``None``: as the server has it. Raises :class:`ParameterError`."""
-        fields = {"retention": self.retention, "entities": self.entities, "pinned_text": self.pinned_text}
+        fields = {
+            "retention": self.retention, "entities": self.entities, "pinned_text": self.pinned_text,
+            "renumber": self.renumber,
+        }  # fmt: skip
         if self.kv_budget is None:
             for name, value in fields.items():
                 if value is not None:
@@ -102,7 +106,11 @@ class SamplingFields(Wire):
             return None
         method = {} if self.retention is None else {"method": self.retention}
         return Retention(
-            self.kv_budget, entities=self.entities, pinned_text=tuple(self.pinned_text or ()), **method
+            self.kv_budget,
+            entities=self.entities,
+            pinned_text=tuple(self.pinned_text or ()),
+            renumber=bool(self.renumber),
+            **method,
         )
 
     def check_shared(self, *, model_name: str, max_choices: int) -> None:
