@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 MAKEFLAGS += --no-print-directory
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: help setup run demo test check format docs bench bench-engine bench-assembly bench-matching bench-moving bench-observe bench-peers bench-prefix bench-serve bench-policies bench-responses bench-tiers bench-codecs bench-dashboard bench-retention soak soak-tier bench-tenants soak-sim screenshots lock clean
+.PHONY: help setup run demo test check format docs bench bench-engine bench-assembly bench-matching bench-moving bench-observe bench-peers bench-prefix bench-serve bench-policies bench-responses bench-tiers bench-codecs bench-dashboard bench-retention bench-gateway bench-planner soak soak-tier bench-tenants soak-sim screenshots lock clean
 
 help:  ## Show this
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  %-14s %s\n", $$1, $$2}'
@@ -78,6 +78,9 @@ soak-sim: setup  ## Two hours of mixed traffic with faults in the simulator: mem
 
 bench-planner: setup  ## Vendors' prompt caches: planned breakpoints against none, and against the optimum
 	$(BIN)/python benchmarks/planner.py
+
+bench-gateway: setup  ## What the gateway adds to requests and events, beside LiteLLM's proxy; its memory
+	$(BIN)/python benchmarks/gateway.py
 
 bench-assembly: setup  ## One more turn of a long conversation, and agent sessions, to token ids
 	$(BIN)/python benchmarks/assembly.py

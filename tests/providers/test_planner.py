@@ -11,7 +11,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ostinato.providers.accounting import TokenUse
-from ostinato.providers.planner import History, Plan, keep_alive, plan, relative_cost
+from ostinato.providers.keep_alive import keep_alive
+from ostinato.providers.planner import History, Plan, plan, relative_cost
 from ostinato.providers.shape import Block, Prompt
 from ostinato.providers.simulator import VendorCache, with_markers
 from providers.requests import block, prompt, rules_of
@@ -205,11 +206,23 @@ def test_to_keep_alive_pays_where_people_come_back_after_ten_minutes() -> None:
         outcome = history.sent(with_markers(asked, {1: "5m"}), now_s)
         history.begun(outcome, now_s + 1.0)
         last_s, now_s = now_s, now_s + 450.0
-    advice = keep_alive(history, outcome.chain.digests[1], last_s + 200.0)
+    advice = keep_alive(history, outcome.chain, 1, last_s + 200.0)
     assert advice is not None
     assert advice.pays
     assert advice.at_s == last_s + 290.0
-    assert keep_alive(history, b"unknown", now_s) is None
+    assert keep_alive(history, outcome.chain, 0, last_s + 200.0) is None  # no entry ends there
+    # Where little stands behind what lives longer, or much behind what would be read, it does not.
+    for markers, tail in (({0: "1h", 1: "5m"}, 10), ({1: "5m"}, 9000)):
+        other = prompt(SHARED[0], replace(SHARED[1], num_tokens=300), block("t", tail), model=MODEL)
+        history, now_s = history_of(), 0.0
+        for _ in range(20):
+            outcome = history.sent(with_markers(other, markers), now_s)
+            history.begun(outcome, now_s + 1.0)
+            last_s, now_s = now_s, now_s + 450.0
+        advice = keep_alive(history, outcome.chain, 1, last_s + 200.0)
+        assert advice is not None
+        assert advice.chance > 0.5
+        assert not advice.pays
 
 
 # ---------------------------------------------------------------- always

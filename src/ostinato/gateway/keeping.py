@@ -18,7 +18,7 @@ from typing import Any, Final
 import orjson
 
 from ..errors import OstinatoError
-from ..providers.planner import keep_alive
+from ..providers.keep_alive import KeepAlive, keep_alive
 from .planning import Booked, Planning, Sent
 from .relay import Relay, body_of
 from .upstreams import Upstream
@@ -39,6 +39,7 @@ class _Due:
     body: bytes
     headers: Mapping[str, str]
     sent: Sent
+    place: int
     at_s: float
     num_times: int = 0
 
@@ -79,10 +80,11 @@ class Keeper:
         if not places:
             return
         warming = _warming(body)
-        advice = keep_alive(sent.history, chain.digests[max(places)], self._clock())
+        place = max(places)
+        advice = keep_alive(sent.history, chain, place, self._clock())
         if warming is None or advice is None:
             return
-        self._put(chain.digests[max(places)], _Due(upstream, path, warming, headers, sent, advice.at_s))
+        self._put(chain.digests[place], _Due(upstream, path, warming, headers, sent, place, advice.at_s))
 
     async def run(self) -> None:
         """Until cancelled."""
@@ -96,8 +98,7 @@ class Keeper:
         now_s, num_sent = self._clock(), 0
         for digest, due in [(digest, due) for digest, due in self._due.items() if due.at_s <= now_s]:
             self._drop(digest)
-            assert due.sent.history is not None, "only such are followed"
-            advice = keep_alive(due.sent.history, digest, now_s)
+            advice = self._advice(due, now_s)
             if advice is None:
                 continue
             if advice.at_s > now_s:  # somebody else has read it
@@ -106,6 +107,11 @@ class Keeper:
                 num_sent += 1
                 await self._send(digest, due)
         return num_sent
+
+    def _advice(self, due: _Due, now_s: float) -> KeepAlive | None:
+        assert due.sent.history is not None, "only such are followed"
+        assert due.sent.asked is not None, "only such are followed"
+        return keep_alive(due.sent.history, due.sent.asked.chain, due.place, now_s)
 
     async def _send(self, digest: bytes, due: _Due) -> None:
         history, prompt, rules = due.sent.history, due.sent.prompt, due.sent.rules
@@ -126,7 +132,7 @@ class Keeper:
         self._enter(
             due.sent, self._planning.entered(due.sent.account, answer.get("usage"), rules, self._today())
         )
-        advice = keep_alive(history, digest, now_s)
+        advice = self._advice(due, now_s)
         if advice is not None:
             self._put(digest, replace(due, at_s=advice.at_s, num_times=due.num_times + 1))
 

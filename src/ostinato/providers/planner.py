@@ -495,7 +495,7 @@ def _for_endpoints(
     return bool(markers), {index: ttl for index, ttl in markers.items() if index != tail}
 
 
-# ---------------------------------------------------------------- waiting, keys, keeping alive
+# ---------------------------------------------------------------- waiting, keys
 
 
 def _to_wait_for(view: _View) -> bytes | None:
@@ -525,41 +525,3 @@ def _cache_key(prompt: Prompt, chain: Chain, history: History) -> str | None:
     rate = history.rates.get(first)
     shard = int.from_bytes(opening[:4], "little") % (1 if rate is None else rate.num_keys)
     return f"{first.hex()[:16]}-{shard}"
-
-
-@dataclass(frozen=True, slots=True)
-class KeepAlive:
-    """Whether to read a prefix once more before it expires, so that it lives on.
-
-    ``at_s`` is the latest moment; ``pays`` says whether that read costs less than it can be expected to save.
-    """
-
-    at_s: float
-    pays: bool
-    chance: float
-
-
-def keep_alive(history: History, digest: bytes, now_s: float, *, ahead_s: float = 10.0) -> KeepAlive | None:
-    """For an entry that nobody has read for a while. ``None``: there is none, or reading does not help."""
-    entry = history.cache.entry(digest, now_s)
-    rules = history.rules
-    if entry is None or not rules.refresh_on_read or rules.mechanism != "markers":
-        return None
-    lifetime = rules.lifetime(entry.ttl)
-    ending, prefix = history.habits.ending(digest), history.habits.prefix(digest)
-    idle_s = entry.expires_at_s - lifetime.seconds
-    waited_s = max(0.0, entry.expires_at_s - (prefix.last_s if prefix else idle_s))
-    if ending is not None:
-
-        def within(time_s: float) -> float:
-            return history.habits.chance_to_go_on(ending.kind, ending.own, time_s, PRIOR_LATER)
-    else:
-        gaps = prefix.gaps if prefix is not None else Gaps()
-
-        def within(time_s: float) -> float:
-            return gaps.share(time_s, PRIOR_LATER, 1.0)
-
-    missed = max(1e-9, 1 - within(waited_s))
-    chance = max(0.0, within(waited_s + lifetime.seconds) - within(waited_s)) / missed
-    read, write = float(rules.read), float(lifetime.write)
-    return KeepAlive(entry.expires_at_s - ahead_s, chance * (write - read) > read, chance)

@@ -15,7 +15,7 @@ from fnmatch import fnmatchcase
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, Final, Literal, TypeAlias, cast
+from typing import Any, Final, Literal, TypeAlias, TypeVar, cast
 
 from ..errors import ParameterError
 
@@ -142,6 +142,10 @@ class Row:
         return any(fnmatchcase(model, pattern) for pattern in self.models)
 
 
+_Key: TypeAlias = tuple[str, str, date]
+_T = TypeVar("_T")
+
+
 @dataclass(frozen=True, slots=True)
 class RuleTable:
     """All rows, the built-in ones first."""
@@ -149,6 +153,9 @@ class RuleTable:
     version: date
     sources: Mapping[str, Source]
     rows: tuple[Row, ...]
+    # What was found before: the rows are many, and every request asks.
+    _rules: dict[_Key, CacheRules] = field(default_factory=dict, compare=False, repr=False)
+    _prices: dict[_Key, Price | None] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def vendors(self) -> tuple[str, ...]:
@@ -160,6 +167,13 @@ class RuleTable:
         Raises:
             ParameterError: nothing is known of the vendor.
         """
+        key = (vendor, model, on)
+        if (known := self._rules.get(key)) is None:
+            known = self._found_rules(vendor, model, on)
+            _keep(self._rules, key, known)
+        return known
+
+    def _found_rules(self, vendor: str, model: str, on: date) -> CacheRules:
         values: dict[str, Any] = {}
         sources: dict[str, str] = {}
         conflicts: list[str] = []
@@ -178,10 +192,10 @@ class RuleTable:
                 conflicts.append(row.conflict)
         missing = {"mechanism", "usage", "min_tokens", "ttl", "default_ttl", "read"} - values.keys()
         if missing:
-            known = ", ".join(self.vendors)
+            vendors = ", ".join(self.vendors)
             raise ParameterError(
                 f"no rules are known for {vendor!r}, model {model!r} ({min(missing)} is missing); "
-                f"there are some for {known}",
+                f"there are some for {vendors}",
                 param="vendor",
             )
         return CacheRules(
@@ -195,6 +209,14 @@ class RuleTable:
 
     def price(self, vendor: str, model: str, on: date) -> Price | None:
         """What a model's tokens cost on a day; ``None`` where that is not known."""
+        key = (vendor, model, on)
+        if key in self._prices:
+            return self._prices[key]
+        price = self._found_price(vendor, model, on)
+        _keep(self._prices, key, price)
+        return price
+
+    def _found_price(self, vendor: str, model: str, on: date) -> Price | None:
         name = plain_model_name(model)
         # The user's prices come last and win; within a file a later date wins, then the earlier row.
         fitting = [row for row in self.rows if row.kind == "price" and row.fits(vendor, name, on)]
@@ -205,6 +227,13 @@ class RuleTable:
 
 
 BUILT_IN: Final = "built in"
+_MOST_KEPT: Final = 1000
+
+
+def _keep(found: dict[_Key, _T], key: _Key, value: _T) -> None:
+    if len(found) >= _MOST_KEPT:  # names of models are clients' to choose
+        found.clear()
+    found[key] = value
 
 
 def plain_model_name(model: str) -> str:
