@@ -49,17 +49,23 @@ def diff(
 
     A and B are requests: a file with one (JSON, or any text), FILE:LINE, or FILE#ID of a log, such as
     ostinato serve writes with --trace and --trace-content. Says what each cache could have had of B after A.
+    Of a trace without content it says which parts are the same.
     """
     from rich.console import Console
 
     from .diagnose.diff import compare
+    from .diagnose.digests import compare_segments
     from .diagnose.material import read_one
-    from .diagnose.show import print_diff
+    from .diagnose.show import print_diff, print_segments
 
     first, second = read_one(a), read_one(b)
-    for asked in (first, second):
-        if not asked.has_content:
-            raise ParameterError(f"{asked.where} is digests alone: log with --trace-content", param="request")
+    if not (first.has_content and second.has_content):
+        segments = compare_segments(first, second)
+        if as_json:
+            click.echo(json.dumps(segments.as_dict()))
+        else:
+            print_segments(segments, Console(highlight=False, soft_wrap=True))
+        return
     writer = _writer(model, store, offline, template)
     found = compare(writer.write(first), writer.write(second), block_tokens=block_size, on=_today())
     if as_json:

@@ -455,6 +455,22 @@ def _running() -> Iterator[tuple[str, str, Log]]:
         ],
     )
     yield "no breakpoint, not measured", "no_breakpoint", bare(claude(30, system=long))
+    yield (
+        "key without the model",
+        "key_without_identity",
+        [
+            {**row, "model": ("large", "small")[n % 2], **({"served": "exact"} if n else {})}
+            for n, row in enumerate(one_shots(count=1) * 2)
+        ],
+    )
+    yield (
+        "key without the temperature",
+        "key_without_identity",
+        [
+            {**row, "temperature": n / 2, **({"served": "exact"} if n else {})}
+            for n, row in enumerate(one_shots(count=1) * 2)
+        ],
+    )
     yield "look-back", "look_back", claude(30, cached=100, blocks=25)
     burst = claude(0.1)
     for row in burst:
@@ -547,6 +563,10 @@ def healthy() -> Iterator[tuple[str, Log]]:
     a, b = chat(session="p"), chat(session="q", system=DOCUMENTS[0])
     yield "two conversations at once", [row for pair in zip(a, b, strict=True) for row in pair]
     yield "the same again", [one_shots(count=1)[0]] * 6
+    yield (
+        "answers kept",
+        [{**row, "served": "exact"} if n else row for n, row in enumerate(one_shots(count=1) * 3)],
+    )
     yield (
         "sampled otherwise",
         [{**row, "temperature": n / 10, "seed": n} for n, row in enumerate(one_shots())],

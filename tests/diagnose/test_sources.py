@@ -14,7 +14,7 @@ from click.testing import CliRunner
 
 import ostinato
 from diagnose.conftest import DAY
-from diagnose.planted import QUESTIONS, SYSTEM, one_shots
+from diagnose.planted import DOCUMENTS, QUESTIONS, SYSTEM, one_shots
 from doors.tiny import save_tiny_chat_model
 from ostinato.cli import main
 from ostinato.diagnose.doctor import examine
@@ -23,7 +23,8 @@ from ostinato.diagnose.material import read_requests
 from ostinato.diagnose.writing import Writer
 from ostinato.events import BlocksEvicted, BlocksStored, Preempted, PrefixLookedUp, RequestFinished
 from ostinato.observe import LoadGauges, PrometheusObserver, exposition, new_registry
-from ostinato.prompt.template import named_template
+from ostinato.ports import SystemClock
+from ostinato.prompt.template import named_template, template_for
 from ostinato.prompt.tokens import HFTokenizer
 from ostinato.records import RecordMaker, log_key
 from ostinato.request_log import line_of
@@ -103,6 +104,14 @@ def test_digests_alone_tell_that_a_part_changed_and_what_went(tokenizer: HFToken
     report = of_rows(digests(changing, [0, 8, 8, 8, 8, 8], tokenizer), tmp_path)
     assert [(item.kind, item.where) for item in report.findings] == [("content", "segment 0")]
     assert report.findings[0].num_requests == 5
+    trace = tmp_path / "trace.jsonl"
+    shown = CliRunner().invoke(main, ["diff", f"{trace}#r1", f"{trace}#r2"])
+    assert shown.exit_code == 0, shown.output
+    assert "segment 0" in shown.output
+    told = json.loads(CliRunner().invoke(main, ["diff", f"{trace}:2", f"{trace}:3", "--json"]).output)
+    assert [kind for _, kind in told["segments"]] == ["new", "same", "new", "same"]
+    assert told["num_common"] == 0
+    assert told["num_lost"] > 100
     steady = [written("Be kind.", SYSTEM, QUESTIONS[n]) for n in range(6)]
     length = len(written("Be kind.", SYSTEM, ""))
     found = [0, *[length - 8] * 5]
@@ -184,3 +193,42 @@ def test_recorded_agent_sessions(writer: Writer) -> None:
     assert report.num_requests == 194
     assert 0.80 < report.hit_rate < 0.95
     assert len(report.groups) > 3
+
+
+def ids_of(prompts: list[Any], folder: Path, writer: Writer) -> Any:
+    path = folder / "ids.jsonl"
+    path.write_text(
+        "".join(json.dumps({"prompt": [int(token) for token in prompt]}) + "\n" for prompt in prompts)
+    )
+    return examine(read_requests(path), writer, on=DAY)
+
+
+def test_answers_in_other_tokens_and_a_second_bos(
+    tokenizer: HFTokenizer, writer: Writer, tmp_path: Path
+) -> None:
+    answer = "understanding internationalisation"
+    parts = [f"{SYSTEM}\nassistant: {answer[:5]}", f"{answer[5:]}\n{SYSTEM}\nuser: "]
+    own = np.concatenate([tokenizer.encode(part) for part in parts])
+    again = tokenizer.encode("".join(parts))
+    prompts = [np.concatenate([(own, again)[n % 2], tokenizer.encode(QUESTIONS[n])]) for n in range(4)]
+    report = ids_of(prompts, tmp_path, writer)
+    assert [item.kind for item in report.findings] == ["retokenised"], report.findings
+    bos = tokenizer.special_tokens[tokenizer.bos_token or ""]
+    prompts = [[*([bos] if n % 2 else []), *again, *tokenizer.encode(QUESTIONS[n])] for n in range(4)]
+    report = ids_of(prompts, tmp_path, writer)
+    assert [item.kind for item in report.findings] == ["bos"], report.findings
+
+
+def test_a_system_text_that_only_some_requests_bring(tokenizer: HFTokenizer, tmp_path: Path) -> None:
+    template = template_for(tokenizer, clock=SystemClock(), nonce="7" * 20)
+    history = "\n".join(DOCUMENTS[:3])
+    rows = [
+        {"messages": [*([{"role": "system", "content": SYSTEM}] if n % 2 else []),
+                      {"role": "user", "content": f"{history}\n{QUESTIONS[n]}"}]}
+        for n in range(6)
+    ]  # fmt: skip
+    log = tmp_path / "log.jsonl"
+    log.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    report = examine(read_requests(log), Writer(tokenizer, template), on=DAY)
+    assert report.findings[0].kind == "default_system", report.findings
+    assert report.findings[0].gain_tokens

@@ -4,11 +4,58 @@ went."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
 from difflib import SequenceMatcher
 from typing import Any
 
+from ..errors import ParameterError
 from .material import Asked
 from .measured import MIN_SHORT_TOKENS, _Evictions
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentDiff:
+    """Two prompts of which only the digests of their parts are known.
+
+    ``segments`` are those of the second: tokens, and whether the first has it ``same`` (in order), ``moved``
+    (elsewhere) or not (``new``). ``num_common`` tokens stand in whole parts before the first that is not the
+    same; ``num_lost`` are the same behind it.
+    """
+
+    segments: tuple[tuple[int, str], ...]
+    num_common: int
+    num_lost: int
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def compare_segments(a: Asked, b: Asked) -> SegmentDiff:
+    """``b`` as it was asked after ``a``.
+
+    Raises:
+        ParameterError: they are not of one trace, or say nothing of their parts.
+    """
+    before, after = _parts(a.line), _parts(b.line)
+    if not before or not after or a.line.get("key") != b.line.get("key"):
+        raise ParameterError(
+            "there are digests alone, not of one trace or not of parts: log with --trace-content",
+            param="request",
+        )
+    matcher = SequenceMatcher(None, [d for _, d in before], [d for _, d in after], autojunk=False)
+    same = {
+        place for block in matcher.get_matching_blocks() for place in range(block.b, block.b + block.size)
+    }
+    known = {digest for _, digest in before}
+    kinds = tuple(
+        (length, "same" if place in same else "moved" if digest in known else "new")
+        for place, (length, digest) in enumerate(after)
+    )
+    head = next((place for place, (_, kind) in enumerate(kinds) if kind != "same"), len(kinds))
+    lengths = [length for length, _ in kinds]
+    behind = sum(length for length, kind in kinds[head:] if kind != "new")
+    # Where the first prompt ends there, nothing is lost: the second goes on.
+    return SegmentDiff(kinds, sum(lengths[:head]), 0 if head >= len(before) - 1 else behind)
 
 
 def segment_losses(requests: Sequence[Asked]) -> Iterator[tuple[str, str, int, int]]:

@@ -16,13 +16,13 @@ from functools import partial
 from typing import Final
 
 from ..errors import ParameterError
-from ..prompt.lint import volatile_spans
 from ..providers.rules import builtin_table, vendor_of_model
 from ..types import Conversation
 from .causes import Cause
 from .diff import Diff, compare
 from .digests import segment_losses
 from .findings import NOTES, Finding, Group, Report
+from .kin import Kin, alike, are_strangers, space_of
 from .material import Asked
 from .measured import Measured, lost_to_breakpoints, measured_losses, measured_of, readable
 from .repair import MENDED, repaired
@@ -34,9 +34,6 @@ MIN_LOST_TOKENS: Final = 32
 _MIN_NEWEST_TOKENS: Final = 64
 _MIN_SHARE: Final = 0.01
 _SMALL_LOG: Final = 10
-_BLOCK: Final = 16
-_HEAD_CHARS: Final = 20_000
-_LINE_CHARS: Final = 24
 _VARIANTS: Final = frozenset({"system_text", "user_data", "content", "tools_changed"})
 _MAX_REPLAY_TOKENS: Final = 1_500_000
 _MAX_TRIED: Final = 8
@@ -82,11 +79,12 @@ def examine(
     assert writer is not None, "texts and nothing to write them with"
     asked = [each for each in requests if each.has_content]
     written = [writer.write(each) for each in asked]
-    spaces = [_space(each) for each in asked]
+    spaces = [space_of(each) for each in asked]
     ideal = hits_of([each.tokens for each in written], spaces)
     losses: Losses = defaultdict(_Loss)
     groups = _look(written, ideal, losses, on)
     _look_at_salts(written, ideal, losses)
+    _look_at_keys(written, losses)
     measured = [measured_of(each) for each in asked]
     for kind, number, num_tokens in measured_losses(asked, written, ideal, measured, on):
         losses[kind, ""].add(asked[number], num_tokens)
@@ -111,31 +109,27 @@ def examine(
     )
 
 
-def _space(asked: Asked) -> str:
-    return f"{asked.salt}\0{asked.model}"
-
-
 # ---------------------------------------------------------------- what changed in the prompts
 
 
 def _look(written: Sequence[Written], ideal: Sequence[int], losses: Losses, on: date) -> list[int]:
     """Puts down what is lost to differences; returns each request's group, that of the one it is like."""
-    kin = _Kin(written)
+    kin = Kin(written)
     groups: list[int] = []
     for number, each in enumerate(written):
         best: Diff | None = None
         relative = -1
         for candidate in kin.of(number):
             other = written[candidate]
-            if _are_strangers(other.asked, each.asked):
+            if are_strangers(other.asked, each.asked):
                 continue
             diff = compare(other, each)
-            if best is None or _alike(diff) > _alike(best):
+            if best is None or alike(diff) > alike(best):
                 best, relative = diff, candidate
             if best.num_common == len(best.a.tokens):
                 break
         kin.add(number)
-        is_kin = best is not None and _alike(best) * 4 >= min(len(each.tokens), len(best.a.tokens))
+        is_kin = best is not None and alike(best) * 4 >= min(len(each.tokens), len(best.a.tokens))
         groups.append(groups[relative] if is_kin else number)
         if best is None or not is_kin:
             continue
@@ -150,98 +144,6 @@ def _look(written: Sequence[Written], ideal: Sequence[int], losses: Losses, on: 
             losses[kind, _place(where)].add(each.asked, lost)
         _put_down(best, ideal[number], losses, partial(kin.recurs, number))
     return groups
-
-
-def _are_strangers(one: Asked, other: Asked) -> bool:
-    """Whether two requests have tools and none in common: programs of different kinds."""
-    names = [
-        {str(tool.get("function", {}).get("name")) for tool in asked.conversation.tools}
-        for asked in (one, other)
-        if asked.conversation is not None
-    ]
-    return len(names) == 2 and all(names) and names[0].isdisjoint(names[1])
-
-
-def _alike(diff: Diff) -> int:
-    """Tokens of ``b`` that are in ``a``, in order."""
-    return sum(run.length for run in diff.runs)
-
-
-class _Kin:
-    """Which earlier requests to compare one with: the last of its session, of its kind, and any; the one with
-    which it has the longest beginning in common; and those that had most of its lines last."""
-
-    def __init__(self, written: Sequence[Written]) -> None:
-        self._written = written
-        self._chains = [_chain(each) for each in written]
-        self._counts = Counter(block for chain in self._chains for block in set(chain))
-        self._last: dict[tuple[str, str], int] = {}
-        self._beginnings: dict[int, int] = {}
-        self._lines: dict[str, int] = {}
-
-    def of(self, number: int) -> Iterator[int]:
-        each = self._written[number]
-        places = [self._last[key] for key in self._keys(each) if key in self._last]
-        for block in reversed(self._chains[number]):
-            if block in self._beginnings:
-                places.insert(1, self._beginnings[block])
-                break
-        votes: Counter[int] = Counter()
-        for line in _lines_of(each.asked):
-            if line in self._lines:
-                votes[self._lines[line]] += len(line)
-        places += [place for place, _ in votes.most_common(2)]
-        yield from dict.fromkeys(places)
-
-    def add(self, number: int) -> None:
-        each = self._written[number]
-        for key in self._keys(each):
-            self._last[key] = number
-        for block in self._chains[number]:
-            self._beginnings[block] = number
-        for line in _lines_of(each.asked):
-            self._lines[line] = number
-
-    def recurs(self, number: int, place: int) -> bool:
-        """Whether other requests begin with the same tokens, up to a little behind a place."""
-        chain = self._chains[number]
-        block = place // _BLOCK + 1
-        return block < len(chain) and self._counts[chain[block]] > 1
-
-    def _keys(self, each: Written) -> Iterator[tuple[str, str]]:
-        if each.asked.session:
-            yield "session", each.asked.session
-        yield "kind", _kind_of(each.asked)
-        yield "any", ""
-
-
-def _lines_of(asked: Asked) -> list[str]:
-    """The longer lines of a prompt's beginning."""
-    talk = asked.conversation
-    text = asked.text or ""
-    if talk is not None:
-        text = "\n".join(message.content for message in talk.messages[:2])
-    return [line for line in text[:_HEAD_CHARS].splitlines() if len(line) >= _LINE_CHARS]
-
-
-def _chain(each: Written) -> list[int]:
-    """A number for the end of each block of a prompt; equal beginnings have equal ones."""
-    chain: list[int] = []
-    above = hash(_space(each.asked))
-    for start in range(0, len(each.tokens) - _BLOCK + 1, _BLOCK):
-        above = hash((above, each.tokens[start : start + _BLOCK].tobytes()))
-        chain.append(above)
-    return chain
-
-
-def _kind_of(asked: Asked) -> str:
-    """The words of a prompt's first line, without what may change, in any order."""
-    talk = asked.conversation
-    text = asked.text or (talk.messages[0].content if talk is not None and talk.messages else "")
-    line = text.lstrip().partition("\n")[0][:400]
-    for _, start, end in reversed(volatile_spans(line)):
-        line = line[:start] + line[end:]
-    return " ".join(sorted(line.split()))
 
 
 _TELLING: Final = ("tool_choice", "thinking", "reasoning_effort", "response_format", "chat_template_kwargs",
@@ -297,6 +199,28 @@ def _look_at_salts(written: Sequence[Written], ideal: Sequence[int], losses: Los
     for each, now, then in zip(written, ideal, free, strict=True):
         if then - now >= MIN_LOST_TOKENS:
             losses["salt", ""].add(each.asked, then - now, f"{each.asked.salt[:20]!r}")
+
+
+def _look_at_keys(written: Sequence[Written], losses: Losses) -> None:
+    """Whether a response cache gave answers to requests that nobody had asked, but for something that can
+    change an answer: the model, a parameter, the tenant."""
+    asked_by: dict[bytes, list[Asked]] = defaultdict(list)
+    for each in written:
+        asked = each.asked
+        before = asked_by[each.tokens.tobytes()]
+        is_served = asked.line.get("served") in ("exact", "joined")
+        if is_served and before and not any(_identity(other) == _identity(asked) for other in before):
+            pairs = zip(_IDENTITY, _identity(before[-1]), _identity(asked), strict=True)
+            differs = ", ".join(name for name, one, other in pairs if one != other)
+            losses["key_without_identity", ""].add(asked, len(each.tokens), differs)
+        before.append(asked)
+
+
+_IDENTITY: Final = ("model", "salt", "parameters", "sampling")
+
+
+def _identity(asked: Asked) -> tuple[object, ...]:
+    return asked.model, asked.salt, dict(asked.parameters), dict(asked.sampling)
 
 
 # ---------------------------------------------------------------- what it comes to
@@ -379,6 +303,9 @@ def _tried(
     for item in findings:
         if item.kind not in MENDED:
             # The log needs no repair: the replay with room for all is what it could have had.
+            if item.kind == "key_without_identity":  # what is wrong is not that something was computed
+                tried.append(item)
+                continue
             gain = min(item.lost_tokens, max(0, ideal - measured))
             best = max(best, measured + gain)
             tried.append(replace(item, gain_tokens=gain))
@@ -391,7 +318,7 @@ def _tried(
             continue
         log = repaired(asked, kinds, roles)
         written = [writer.write(each) for each in log]
-        common = hits_of([each.tokens for each in written], [_space(each) for each in log])
+        common = hits_of([each.tokens for each in written], [space_of(each) for each in log])
         hits = sum(readable(written, common, on))
         tried.append(replace(item, gain_tokens=max(0, hits - best)))
         best = max(best, hits)

@@ -22,7 +22,18 @@ from ..types import Conversation, Message, ToolCall
 MAX_REQUESTS: Final = 20_000
 _NOT_PARAMETERS: Final = frozenset(
     {
-        *("messages", "tools", "prompt", "input", "system", "stream", "stream_options", "user", "metadata"),
+        *(
+            "messages",
+            "model",
+            "tools",
+            "prompt",
+            "input",
+            "system",
+            "stream",
+            "stream_options",
+            "user",
+            "metadata",
+        ),
         *(
             "cache_salt",
             "prompt_cache_key",
@@ -43,6 +54,13 @@ _SAMPLING: Final = frozenset(
         *("temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids", "max_tokens"),
         *("max_completion_tokens", "max_output_tokens", "logprobs", "top_logprobs", "logit_bias"),
         *("presence_penalty", "frequency_penalty", "repetition_penalty", "ignore_eos", "best_of"),
+    }
+)
+# What vendors and templates are known to write into prompts.
+_WRITTEN: Final = frozenset(
+    {
+        *("tool_choice", "chat_template_kwargs", "reasoning_effort", "thinking", "response_format"),
+        *("documents", "add_generation_prompt"),
     }
 )
 _SHAREGPT: Final = {
@@ -84,6 +102,11 @@ class Asked:
     @property
     def id(self) -> str:
         return str(self.line.get("id") or self.body.get("request_id") or "")
+
+    @property
+    def sampling(self) -> Mapping[str, Any]:
+        """How the answer was to be drawn."""
+        return {name: value for name, value in self.body.items() if name in _SAMPLING}
 
     @property
     def has_content(self) -> bool:
@@ -194,14 +217,8 @@ def _read(where: str, row: Mapping[str, Any]) -> Iterator[Asked]:
         "at_s": _time_s(row),
         "salt": str(row.get("salt", body.get("cache_salt")) or ""),
         "session": _session(row, body),
-        "parameters": {
-            name: value
-            for name, value in body.items()
-            if (name not in _NOT_PARAMETERS and name not in _SAMPLING and body is not row)
-            or (body is row and name in ("model", "tool_choice", "chat_template_kwargs", "reasoning_effort",
-                                         "thinking", "response_format", "documents", "add_generation_prompt"))
-        },
-    }  # fmt: skip
+        "parameters": {name: body[name] for name in _parameter_names(row, body)},
+    }
     if isinstance(body.get("conversations"), list):
         yield from _turns(where, body["conversations"], common)
         return
@@ -220,6 +237,13 @@ def _read(where: str, row: Mapping[str, Any]) -> Iterator[Asked]:
             return
     if "hash_ids" in row:
         yield Asked(where, **common | {"body": {}, "parameters": {}})
+
+
+def _parameter_names(row: Mapping[str, Any], body: Mapping[str, Any]) -> list[str]:
+    """Of a bare body only those that are known: beside it may stand what the log says of the request."""
+    if body is row:
+        return [name for name in body if name in _WRITTEN]
+    return [name for name in body if name not in _NOT_PARAMETERS and name not in _SAMPLING]
 
 
 def _turns(where: str, turns: Sequence[Any], common: Mapping[str, Any]) -> Iterator[Asked]:

@@ -9,6 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from .diff import Diff
+from .digests import SegmentDiff
 from .findings import Report
 
 _EDGE_CHARS: Final = 60
@@ -45,6 +46,19 @@ def print_diff(diff: Diff, console: Console) -> None:
     for item in diff.potentials:
         table.add_row(item.layer, f"{item.num_tokens:,}", item.note)
     console.print(table)
+
+
+_STYLES: Final = {"same": "dim", "moved": "blue", "new": "green"}
+
+
+def print_segments(diff: SegmentDiff, console: Console) -> None:
+    """Part by part, as no text is known."""
+    console.print(f"The first {diff.num_common:,} tokens are the same, in whole parts.")
+    if diff.num_lost:
+        console.print(Text(f"{diff.num_lost:,} tokens after that are the same again.", style="yellow"))
+    for number, (num_tokens, kind) in enumerate(diff.segments):
+        console.print(Text(f"segment {number}: {num_tokens:,} tokens, {kind}", style=_STYLES[kind]))
+    console.print(Text("What is in them says a trace written with --trace-content.", style="dim"))
 
 
 def _body(diff: Diff) -> Text:
