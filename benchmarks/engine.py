@@ -82,7 +82,8 @@ class Steps:
         """Only the attention of all layers."""
         import torch
 
-        from ostinato.engines.attention import LayerRule, Step
+        from ostinato.engines.attention import LayerRule
+        from ostinato.engines.step import Step
 
         arena = self.runner.arena
         step = Step(arena, plans, arena.device)

@@ -78,7 +78,11 @@ def engine_options(command: F) -> F:
                 "--itl-target-ms", type=float, help="Longest pause between tokens while prompts are computed."
             ),
             click.option("--deadline", type=float, help="Seconds a request has where it does not say."),
-            click.option("--dtype", type=click.Choice(["auto", "float32", "bfloat16", "float16"])),
+            click.option(
+                "--dtype",
+                type=click.Choice(["auto", "float32", "bfloat16", "float16"]),
+                help="Of weights and KV; auto: float32 on a processor, elsewhere the model's own.",
+            ),
             click.option("--device", help="Where torch computes: cpu, cuda, …"),
             click.option("--template", help="auto, chatml, …, or a file with a Jinja template."),
             click.option(

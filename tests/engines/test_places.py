@@ -17,10 +17,11 @@ from torch import Tensor
 
 from engines.models import build, loaded
 from engines.test_invariance import EXACT
-from ostinato.engines import attention
-from ostinato.engines.attention import LayerRule, Step
+from ostinato.engines import ways
+from ostinato.engines.attention import LayerRule
 from ostinato.engines.hf import load_model
 from ostinato.engines.runners import LoadedModel, PagedRunner
+from ostinato.engines.step import Step
 from ostinato.kv.arena import Arena, LayerShape
 from ostinato.types import Plan, SamplingParams, SequencePlan
 
@@ -31,7 +32,7 @@ BLOCK_SIZE = 8
 @pytest.fixture(params=["kernel", "fallback"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     if request.param == "fallback":
-        monkeypatch.setattr(attention, "can_page", lambda *_: False)
+        monkeypatch.setattr(ways, "can_page", lambda *_: False)
     return str(request.param)
 
 
@@ -112,7 +113,7 @@ def test_the_default_model(default_model_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["llama", "mistral-sliding", "gemma2", "gpt-oss", "deepseek-v3"])
 def test_rows_with_gaps_without_the_kernel(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention, "can_page", lambda *_: False)
+    monkeypatch.setattr(ways, "can_page", lambda *_: False)
     world = World(name, 75)
     expected, before = world.logits(world.plan(np.arange(75))), world.kv()
     rows = np.array([0, 1, 2, 17, 18, 40, 63, 64, 74])
@@ -246,15 +247,15 @@ def test_any_gaps_and_any_watched_rows(
         mass = watched.reshape(shape.kv_heads, -1, watched.shape[2]).sum(1) if num_watched else None
         expected.append((output, mass))
     step = Step(arena, plans, torch.device("cpu"))
-    whole = attention.can_page
+    whole = ways.can_page
     try:
         if not with_kernel:
-            attention.can_page = lambda *_: False
+            ways.can_page = lambda *_: False
         got = step.attend(
             0, LayerRule(0.3, window), *(torch.cat(t, dim=1).unsqueeze(0) for t in (query, key, value))
         )[0].split([len(plan.tokens) for plan in plans])
     finally:
-        attention.can_page = whole
+        ways.can_page = whole
     masses = iter(step.mass.get(0, []))
     for own, (output, mass) in zip(got, expected, strict=True):
         torch.testing.assert_close(own, output.float(), atol=2e-5, rtol=2e-4)

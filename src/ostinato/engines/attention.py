@@ -1,9 +1,9 @@
-"""How one step attends: through the compiled kernel, or run by run with what torch has.
+"""Attention run by run, with what torch has on any device: slower than the other ways, and never wrong.
 
-The kernel (:mod:`ostinato.engines.paged`) serves float32 on processors. The rest of this module is the plan
-for everything else: other devices and number formats, layers that squash their scores.
+It serves what they do not (:mod:`ostinato.engines.ways`): other number formats, layers that squash their
+scores, devices without a fused kernel.
 
-There a sequence's past is a few runs of consecutive slots; each run is a view of the arena. Attention over
+A sequence's past is a few runs of consecutive slots; each run is a view of the arena. Attention over
 a run gives an output and the log-sum-exp of its scores; runs, and the step's own rows, merge exactly from
 those. So a shared prefix is read in place and never copied.
 
@@ -27,7 +27,6 @@ from torch import Tensor
 
 from ..kv.arena import Arena
 from ..types import BlockIds, SequencePlan
-from .paged import PagedStep, can_page
 
 _flash_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
@@ -352,145 +351,39 @@ def _last(runs: Sequence[Run], position: int) -> tuple[Run, ...]:
     return tuple(kept)
 
 
-class LayerReached(Exception):
-    """Ends a forward call early: what it was run for is known. Never leaves the engine."""
+class RunsStep:
+    """The rows of one step, laid out as runs for all layers; their KV is in the arena already."""
 
-
-class Step:
-    """The running step, laid out once for all layers: its rows for the kernel, or as runs.
-
-    With ``compare_layer`` it is run only up to there: the keys and values that it computes for that layer are
-    compared with those in their slots, and :class:`LayerReached` is raised.
-
-    Attributes:
-        mass: by layer, for each watched sequence in order, ``[kv_heads, places]``.
-        queries: by layer, for each sequence in order whose queries are noted, ``[heads, rows, key_dim]``.
-        differences: of ``compare_layer``, sums of squares ``[4, rows]`` in the order of
-            :class:`~ostinato.engines.base.Deviations`.
-    """
-
-    def __init__(
-        self,
-        arena: Arena,
-        sequences: Sequence[SequencePlan],
-        device: torch.device,
-        *,
-        compare_layer: int | None = None,
-    ) -> None:
-        slots = np.concatenate([sequence.slots for sequence in sequences])
+    def __init__(self, arena: Arena, sequences: Sequence[SequencePlan], device: torch.device) -> None:
         self._arena = arena
-        self._sequences = sequences
-        self._slots = torch.from_numpy(slots.astype(np.int64)).to(device)
-        self._compare_layer = compare_layer
-        self._is_watched = any(sequence.num_watched for sequence in sequences)
-        self.mass: dict[int, list[Tensor]] = {}
-        self.queries: dict[int, list[Tensor]] = {}
-        self._noted = _noted_rows(sequences)
-        self.differences: Tensor | None = None
-
-    @functools.cached_property
-    def _paged(self) -> PagedStep:
-        return PagedStep(self._arena, self._sequences, self._slots)
-
-    @functools.cached_property
-    def _rows(self) -> tuple[Rows, ...]:
         rows, end = [], 0
-        for sequence in self._sequences:
+        for sequence in sequences:
             start, end = end, end + len(sequence.tokens)
-            rows.append(_lay_out(sequence, start, self._arena.dtype, self._slots.device))
-        return tuple(rows)
+            rows.append(_lay_out(sequence, start, arena.dtype, device))
+        self._rows = tuple(rows)
 
     def attend(
-        self,
-        layer: int,
-        rule: LayerRule,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
-        """Write this step's KV of one layer, then attend.
-
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: LayerRule
+    ) -> tuple[Tensor, Tensor]:
+        """
         Args:
             query: ``[1, heads, T, key_dim]``; key and value ``[1, kv_heads, T, dim]``.
-            sinks: per-head logits that take part in the softmax without a value (GPT-OSS), ``[heads]``.
 
         Returns:
-            ``[1, T, heads, value_dim]``.
+            output ``[1, T, heads, value_dim]`` and log-sum-exp of the scores ``[T, heads]``.
         """
-        if layer == self._compare_layer:
-            self._compare(layer, key, value)
-            raise LayerReached
-        if self._noted:
-            self.queries[layer] = [query[0, :, rows] for rows in self._noted]
-        shape = self._arena.layers[layer]
-        if rule.softcap is None and can_page(shape.key_dim, shape.value_dim, query.dtype, query.device):
-            output, lse = self._paged.attend(
-                layer, query, key, value, scaling=rule.scaling, window=rule.window
-            )
-            if self._is_watched:
-                self.mass[layer] = self._paged.weigh(
-                    layer, query, _lse_with(lse, sinks), scaling=rule.scaling, window=rule.window
-                )
-            return output if sinks is None else _with_sinks(output, lse, sinks)
         keys, values = self._arena.keys[layer], self._arena.values[layer]
-        keys.index_copy_(1, self._slots, key[0])
-        values.index_copy_(1, self._slots, value[0])
-        outputs = []
-        if self._is_watched:
-            self.mass[layer] = []
-        for rows, sequence in zip(self._rows, self._sequences, strict=True):
+        outputs, lses = [], []
+        for rows in self._rows:
             part = slice(rows.start, rows.end)
             output, lse = attend_rows(
                 rows, query[:, :, part], key[:, :, part], value[:, :, part], keys, values, rule
             )
-            if sequence.num_watched:
-                watched = query[:, :, rows.end - sequence.num_watched : rows.end]
-                self.mass[layer].append(_weigh(sequence, watched, _lse_with(lse[0].T, sinks), keys, rule))
-            output = output.transpose(1, 2)
-            outputs.append(output if sinks is None else _with_sinks(output, lse[0].T, sinks))
-        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
-
-    def _compare(self, layer: int, key: Tensor, value: Tensor) -> None:
-        sums = []
-        for new, arena in ((key, self._arena.keys), (value, self._arena.values)):
-            new = new[0].float()
-            old = arena[layer][:, self._slots].float()
-            sums += [(new - old).square().sum(dim=(0, 2)), new.square().sum(dim=(0, 2))]
-        self.differences = torch.stack([sums[0], sums[2], sums[1], sums[3]])
-
-
-def _noted_rows(sequences: Sequence[SequencePlan]) -> list[slice]:
-    """Of each sequence whose queries are noted, its rows in the step."""
-    ends = np.cumsum([len(sequence.tokens) for sequence in sequences]).tolist()
-    return [
-        slice(end - len(sequence.tokens), end)
-        for end, sequence in zip(ends, sequences, strict=True)
-        if sequence.notes_queries
-    ]
-
-
-def _weigh(sequence: SequencePlan, query: Tensor, lse: Tensor, keys: Tensor, rule: LayerRule) -> Tensor:
-    """Of a sequence's watched rows; ``lse`` ``[rows, heads]`` of all of them."""
-    places = sequence.row_places[-sequence.num_watched :]
-    return weigh_rows(
-        torch.from_numpy(places.astype(np.int64)).to(query.device),
-        runs_of(sequence.block_ids, sequence.block_size, int(places[-1]) + 1),
-        query,
-        lse[-sequence.num_watched :].T,
-        keys,
-        rule,
-    )
-
-
-def _lse_with(lse: Tensor, sinks: Tensor | None) -> Tensor:
-    """Log-sum-exps ``[rows, heads]``, the sinks counted in."""
-    return lse if sinks is None else torch.logaddexp(lse, sinks.to(lse.dtype))
-
-
-def _with_sinks(output: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
-    """``output`` ``[1, rows, heads, dim]`` had the sinks been scored too; ``lse`` ``[rows, heads]``."""
-    return output * torch.sigmoid(lse - sinks).unsqueeze(-1).to(output.dtype)
+            outputs.append(output.transpose(1, 2))
+            lses.append(lse[0].T)
+        if len(outputs) == 1:
+            return outputs[0], lses[0]
+        return torch.cat(outputs, dim=1), torch.cat(lses)
 
 
 def _lay_out(sequence: SequencePlan, start: int, dtype: torch.dtype, device: torch.device) -> Rows:

@@ -22,11 +22,12 @@ from transformers import AttentionInterface
 from ..kv.arena import Arena, LayerShape
 from ..reuse.rope import Movement, Mover
 from ..types import Plan, SamplingParams, SequencePlan, TokenArray
-from .attention import LayerReached, LayerRule, Step
+from .attention import LayerRule
 from .base import AttentionMass, Deviations, RunnerInfo, Sampled, StepResult
 from .expected import NUM_LEFT_OUT, QueryStatistics
 from .packed import can_pack, round_up
 from .sampling import Sampler
+from .step import LayerReached, Step
 
 ATTENTION_NAME = "ostinato"
 KV_LAYOUT_VERSION = "heads-slots-1"

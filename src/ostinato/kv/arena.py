@@ -5,7 +5,8 @@ Tokens of one head lie next to each other, so a run of consecutive slots is a *v
 where it lies; nothing is gathered. Layers of one shape share one tensor, so that copying slots in all of
 them is one operation.
 
-Memory is reserved at once and touched only as slots are written: the operating system gives pages then. Where
+Memory is reserved at once and touched only as slots are written: the operating system gives pages then (on
+other devices it is set to zero, because masks there hide what is finite only). Where
 blocks are read in from below that is most of the cost, so there it is asked for ahead (``Arena.populate``).
 """
 
@@ -63,11 +64,10 @@ class Arena:
         self.members: list[tuple[int, ...]] = []
         for shape in dict.fromkeys(self.layers):
             members = tuple(i for i, layer in enumerate(self.layers) if layer == shape)
-            keys = torch.empty(
-                len(members), shape.kv_heads, num_slots, shape.key_dim, dtype=dtype, device=device
-            )
-            values = torch.empty(
-                len(members), shape.kv_heads, num_slots, shape.value_dim, dtype=dtype, device=device
+            make = torch.empty if device.type == "cpu" else torch.zeros
+            keys, values = (
+                make(len(members), shape.kv_heads, num_slots, dim, dtype=dtype, device=device)
+                for dim in (shape.key_dim, shape.value_dim)
             )
             self.groups += [keys, values]
             self.members.append(members)
