@@ -28,7 +28,6 @@ from .errors import (
     EngineError,
     ParameterError,
     PromptTooLongError,
-    QueueFullError,
     ShuttingDownError,
 )
 from .events import AnswerOutcome, Event, Observer, RequestFinished
@@ -458,16 +457,15 @@ class Runtime:
             )
         if len(tokens) >= limit:
             raise PromptTooLongError(
-                f"the prompt has {len(tokens)} tokens; this model takes at most {limit} tokens, "
-                "answer included: shorten it",
+                f"the prompt has {len(tokens)} tokens; {self._longest(limit)}, answer included: shorten it",
                 num_tokens=len(tokens),
                 max_tokens=limit,
             )
         wanted = request.params.max_tokens
         if wanted is not None and len(tokens) + wanted > limit:
             raise PromptTooLongError(
-                f"this model takes at most {limit} tokens, but {len(tokens)} in the prompt and {wanted} in "
-                f"the answer were asked for: lower max_tokens to {limit - len(tokens)} or shorten the prompt",
+                f"{self._longest(limit)}, but {len(tokens)} in the prompt and {wanted} in the answer were "
+                f"asked for: lower max_tokens to {limit - len(tokens)} or shorten the prompt",
                 num_tokens=len(tokens) + wanted,
                 max_tokens=limit,
             )
@@ -480,6 +478,12 @@ class Runtime:
             request = replace(request, prompt=assembled.conversation, named_prompt=None, trim=None, pinned=())
         return Prepared(request, assembled, max_new, keep)
 
+    def _longest(self, limit: int) -> str:
+        model = self.info.max_model_len
+        if limit == model:
+            return f"this model takes at most {limit} tokens"
+        return f"there is KV for at most {limit} tokens at once (the model takes {model})"
+
     def num_prompt_tokens(self, request: GenerationRequest) -> int:
         """How many tokens a request's prompt has. Raises :class:`ClientError` as :meth:`prepare` does."""
         return len(self.prepare(request).tokens)
@@ -491,6 +495,7 @@ class Runtime:
 
         Raises:
             QueueFullError: too many requests wait.
+            ParameterError: it asks for more answers than may wait.
             ShuttingDownError: no more requests are taken.
         """
         request, params = prepared.request, prepared.request.params
@@ -547,9 +552,10 @@ class Runtime:
             self._active.add(handle)
         try:
             self._batcher.submit(sequences)
-        except (QueueFullError, ShuttingDownError):
+        except Exception:
             with self._idle:
                 self._active.discard(handle)
+                self._idle.notify_all()
             raise
         return handle
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
+from threading import Barrier
 from typing import Any
 
 import pytest
@@ -14,8 +17,9 @@ import transformers
 import ostinato
 from doors.tiny import save_tiny_chat_model
 from ostinato.errors import ParameterError, PromptTooLongError
+from ostinato.prompt.conversation import conversation_from_dicts
 from ostinato.ranking import BestOf
-from ostinato.types import Chunk, TokenLogprob, Usage
+from ostinato.types import Chunk, GenerationRequest, TokenLogprob, Usage
 
 BLOCK_SIZE = 16
 
@@ -31,33 +35,116 @@ def engine(folder: Path) -> Iterator[ostinato.Engine]:
         yield loaded
 
 
-def test_sixteen_answers_in_room_for_one_prompt(folder: Path) -> None:
-    """A prefix of 3,500 tokens once; of it only the block that each answer goes on in is copied."""
-    prompt = [7 + i * i % 200 for i in range(3_500)]
-    options: dict[str, Any] = {"max_tokens": 12, "temperature": 1.0, "ignore_eos": True}
-    with ostinato.load(folder, kv_cache="8MiB", block_size=BLOCK_SIZE) as roomy:
-        expected = [roomy.complete(prompt, seed=5 + i, **options).choices[0].token_ids for i in range(16)]
-        num_bytes = roomy.runtime.ledger.kv_bytes_per_token * BLOCK_SIZE * (219 + 16 * 10)
-    with ostinato.load(folder, kv_cache=num_bytes, block_size=BLOCK_SIZE) as engine:
+PROMPT = [7 + i * i % 200 for i in range(3_500)]
+PROMPT_BLOCKS = 219  # the last of them holds 12 tokens
+DRAWN: dict[str, Any] = {"max_tokens": 12, "temperature": 1.0, "ignore_eos": True}
+
+
+class Watched:
+    """What an engine's steps copy, hold and compute."""
+
+    def __init__(self, engine: ostinato.Engine) -> None:
+        self.copied: list[int] = []
+        self.held: list[int] = []
+        self.num_rows = 0
+        self.most_at_once = 0
         batcher: Any = engine.runtime._batcher
-        execute, copied, held, most_rows = batcher._runner.execute, [], [], 0
+        execute = batcher._runner.execute
 
         def watch(plan: Any) -> Any:
-            nonlocal most_rows
-            copied.extend(copy.length for copy in plan.copies)
-            health = engine.runtime.health()
-            held.append(health.num_held_blocks)
-            most_rows = max(most_rows, sum(sequence.sample for sequence in plan.sequences))
+            self.copied += [copy.length for copy in plan.copies]
+            self.held.append(engine.runtime.health().num_held_blocks)
+            self.num_rows += sum(len(sequence.tokens) for sequence in plan.sequences)
+            self.most_at_once = max(self.most_at_once, sum(sequence.sample for sequence in plan.sequences))
             return execute(plan)
 
         batcher._runner.execute = watch
-        reply = engine.complete(prompt, n=16, seed=5, **options)
-        assert [choice.token_ids for choice in reply.choices] == expected
-        assert most_rows == 16, "they ran side by side"
-        assert max(held) <= 219 + 16 * 10 < 2 * 219, "two prefixes have no room"
-        assert copied == [3_499 % BLOCK_SIZE] * 15, "only the beginning of the block that parts"
-        assert reply.usage.written_tokens <= 3_500 + 16 * 11
+
+
+@contextmanager
+def tight(folder: Path, num_blocks: int) -> Iterator[tuple[ostinato.Engine, Watched]]:
+    """An engine with an arena in which two prompts have no room; nothing is held in the end."""
+    assert num_blocks < 2 * PROMPT_BLOCKS
+    block_bytes = 2 * 2 * 2 * 8 * 4 * BLOCK_SIZE
+    with ostinato.load(folder, kv_cache=num_blocks * block_bytes, block_size=BLOCK_SIZE) as engine:
+        watched = Watched(engine)
+        assert engine.runtime.health().num_blocks == num_blocks
+        yield engine, watched
         assert engine.runtime.health().num_held_blocks == 0
+        engine.runtime._manager.check_integrity()
+
+
+@pytest.fixture(scope="module")
+def roomy(folder: Path) -> Iterator[ostinato.Engine]:
+    with ostinato.load(folder, kv_cache="8MiB", block_size=BLOCK_SIZE) as loaded:
+        yield loaded
+
+
+def test_sixteen_answers_in_room_for_one_prompt(folder: Path, roomy: ostinato.Engine) -> None:
+    """A prefix of 3,500 tokens once; of it only the block that each answer goes on in is copied."""
+    expected = [roomy.complete(PROMPT, seed=5 + i, **DRAWN).choices[0].token_ids for i in range(16)]
+    with tight(folder, PROMPT_BLOCKS + 16 * 10) as (engine, watched):
+        reply = engine.complete(PROMPT, n=16, seed=5, **DRAWN)
+        assert [choice.token_ids for choice in reply.choices] == expected
+        assert watched.most_at_once == 16, "they ran side by side"
+        assert max(watched.held) <= PROMPT_BLOCKS + 16 * 10
+        assert watched.copied == [3_499 % BLOCK_SIZE] * 15, "only the beginning of the block that parts"
+        assert watched.num_rows <= 3_500 + 16 * 12
+        assert reply.usage.written_tokens <= 3_500 + 16 * 11
+
+
+def test_the_best_of_sixteen_in_room_for_one_prompt(folder: Path, roomy: ostinato.Engine) -> None:
+    expected = roomy.complete(PROMPT, n=2, best_of=16, seed=5, **DRAWN)
+    with tight(folder, PROMPT_BLOCKS + 16 * 10) as (engine, watched):
+        reply = engine.complete(PROMPT, n=2, best_of=16, seed=5, **DRAWN)
+        assert [c.token_ids for c in reply.choices] == [c.token_ids for c in expected.choices]
+        assert watched.copied == [3_499 % BLOCK_SIZE] * 15
+        assert watched.num_rows <= 3_500 + 16 * 12
+
+
+def test_beams_in_room_for_one_prompt(folder: Path, roomy: ostinato.Engine) -> None:
+    """Four beams of six tokens: the prompt is computed once, and then one row for each beam and round."""
+    expected = roomy.beam_search(PROMPT, beam_width=4, max_tokens=6, ignore_eos=True)
+    with tight(folder, PROMPT_BLOCKS + 40) as (engine, watched):
+        found = engine.beam_search(PROMPT, beam_width=4, max_tokens=6, ignore_eos=True)
+        assert [beam.token_ids for beam in found] == [beam.token_ids for beam in expected]
+        assert watched.most_at_once == 4
+        assert max(watched.held) <= PROMPT_BLOCKS + 40
+        assert watched.num_rows == 3_500 + 5 * 4
+        assert all(length < BLOCK_SIZE for length in watched.copied), "a block was copied as a whole"
+
+
+def test_agents_that_branch_share_what_they_have_in_common(folder: Path, roomy: ostinato.Engine) -> None:
+    """One history, two plans tried at once, each for two turns; and each branches again."""
+    history: list[Any] = [
+        {"role": "system", "content": "You are a careful planner. " * 100},
+        {"role": "user", "content": "Here is the task. " * 30},
+    ]
+    plans = ["Try it with a hammer.", "Try it with patience."]
+    options: dict[str, Any] = {"temperature": 0.0, "max_tokens": 60, "ignore_eos": True}
+
+    def branch(engine: ostinato.Engine, plan: str, together: Barrier) -> list[str]:
+        talk, answers = [*history, {"role": "assistant", "content": "Yes."}], []
+        for words in (plan, "And then?"):
+            talk.append({"role": "user", "content": words})
+            together.wait(60)
+            reply = engine.chat(talk, n=2, **options)
+            answers += [choice.text for choice in reply.choices]
+            talk.append(reply.message)
+        return answers
+
+    expected = [branch(roomy, plan, Barrier(1)) for plan in plans]
+    num_common = len(roomy.runtime.prepare(GenerationRequest(conversation_from_dicts(history))).tokens)
+    common_blocks = num_common // BLOCK_SIZE
+    with tight(folder, common_blocks + 4 * 30) as (engine, watched):
+        engine.chat(history, **{**options, "max_tokens": 1})
+        barrier = Barrier(2)
+        with ThreadPoolExecutor(2) as pool:
+            found = list(pool.map(lambda plan: branch(engine, plan, barrier), plans))
+        assert found == expected
+        assert watched.most_at_once == 4, "both branches of both ran side by side"
+        assert max(watched.held) <= common_blocks + 4 * 30 < 2 * common_blocks
+        assert watched.num_rows < 2 * num_common, "what they have in common was computed again"
 
 
 # ---------------------------------------------------------------- best_of

@@ -20,7 +20,8 @@ from ostinato.engines.hf import observe_model
 from ostinato.engines.packed import PackedLinear
 from ostinato.engines.runners import LoadedModel
 from ostinato.engines.sampling import Sampler
-from ostinato.errors import EngineError
+from ostinato.engines.sequence import Sequence
+from ostinato.errors import EngineError, ParameterError
 from ostinato.types import SamplingParams, SequencePlan, TokenArray
 
 
@@ -140,6 +141,42 @@ def test_steps_that_fail_leave_the_engine_as_it_was(llama: LoadedModel, monkeypa
         engine.manager.check_integrity()
         assert engine.manager.num_held_blocks == 0
         assert engine.generate(tokens(3, 20), 6).tokens == expected
+
+
+def test_a_fault_in_scheduling_ends_those_who_wait_and_not_the_engine(
+    llama: LoadedModel, monkeypatch: Any
+) -> None:
+    """It would come again at every step: they would wait for ever."""
+    with harness(llama, max_sequences=1) as engine:
+        expected = engine.generate(tokens(3, 20), 6).tokens
+        _, first = engine.submit(tokens(1, 8), 200)
+        assert first.first.wait(60)
+
+        def broken(*_: Any) -> int:
+            raise ZeroDivisionError
+
+        monkeypatch.setattr(engine.manager, "peek", broken)
+        sinks = [first, *(engine.submit(tokens(4 + i, 20), 6)[1] for i in range(3))]
+        for sink in sinks[1:]:
+            assert sink.done.wait(60)
+            assert (sink.reason, sink.num_finishes) == ("error", 1)
+            assert "ZeroDivisionError" in str(sink.error)
+        assert first.done.wait(60)
+        monkeypatch.undo()
+        assert engine.generate(tokens(3, 20), 6).tokens == expected
+
+
+def test_more_answers_than_may_wait_are_not_told_to_come_back_later(llama: LoadedModel) -> None:
+    with harness(llama, max_waiting=3) as engine:
+        sequences = [
+            Sequence(
+                np.array([4, 5], np.int32), GREEDY, NAMESPACE, Collected(), max_new_tokens=1,
+                stop_token_ids=frozenset(),
+            )
+            for _ in range(4)
+        ]  # fmt: skip
+        with pytest.raises(ParameterError, match="4 answers were asked for, but at most 3 may wait"):
+            engine.batcher.submit(sequences)
 
 
 def made(config: hf.PretrainedConfig, dtype: torch.dtype = torch.float32) -> Any:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -210,3 +212,63 @@ def test_a_full_arena_waits_instead_of_throwing_out_who_just_came_in() -> None:
         talker.wait()
         assert late.reason == "length"
     assert not [e for e in events if isinstance(e, Preempted)]
+
+
+# ---------------------------------------------------------------- what is shared is computed once
+
+
+def test_who_needs_what_another_computes_waits_for_it() -> None:
+    """Eight come at once with one long beginning: it is computed once, whoever of them is first."""
+    events: list[Event] = []
+    head = tokens(1, 100)
+    with harness(loaded("llama"), max_batch_tokens=16, num_blocks=512, observer=events.append) as engine:
+        sinks = [engine.submit(head + tokens(10 + i, 4), 4)[1] for i in range(8)]
+        for sink in sinks:
+            sink.wait()
+        cached = sorted(sink.stats.cached_tokens for sink in sinks if sink.stats is not None)
+    assert cached == [0] + [100] * 7
+    num_rows = sum(e.num_rows for e in events if isinstance(e, StepFinished))
+    assert num_rows == 104 + 7 * 4 + 8 * 3
+
+
+# ---------------------------------------------------------------- cancelling
+
+
+STATES: dict[str, Callable[[Sequence], bool]] = {
+    "waiting": lambda victim: victim.lease is None,
+    "prefill": lambda victim: victim.is_prefilling and victim.num_computed > 20,
+    "decode": lambda victim: victim.num_output > 3,
+}
+
+
+@pytest.mark.parametrize("when", STATES)
+def test_a_cancelled_sequence_is_in_no_step_after_the_one_under_way(when: str) -> None:
+    """Also of what it holds nothing is left when the next step begins."""
+    steps: list[list[int]] = []
+    held: list[bool] = []
+    cancelled_at: list[int] = []
+    victims: list[Sequence] = []
+    with harness(loaded("llama"), max_batch_tokens=8, max_sequences=2, num_blocks=256) as engine:
+        execute = engine.runner.execute
+
+        def watch(plan: Any) -> Any:
+            steps.append([s.sequence_id for s in plan.sequences])
+            held.append(any(victim.lease is not None for victim in victims))
+            if not cancelled_at and victims and STATES[when](victims[0]):
+                engine.batcher.cancel(victims)  # amid a step, as another thread would
+                cancelled_at.append(len(steps))
+            return execute(plan)
+
+        engine.runner.execute = watch  # type: ignore[method-assign]
+        talkers = [engine.submit(tokens(i, 8), 200)[1] for i in range(2 if when == "waiting" else 1)]
+        victim, sink = engine.submit(tokens(3, 200 if when == "prefill" else 8), 50)
+        victims.append(victim)
+        for talker in talkers:
+            talker.wait()
+        assert sink.done.is_set()
+        assert sink.reason == "abort"
+        (at,) = cancelled_at
+        assert (when == "waiting") != any(victim.id in step for step in steps[:at])
+        assert len(steps) > at
+        assert not any(victim.id in step for step in steps[at:])
+        assert not any(held[at:])

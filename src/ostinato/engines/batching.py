@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ..errors import DeadlineError, EngineError, QueueFullError, ShuttingDownError
+from ..errors import DeadlineError, EngineError, ParameterError, QueueFullError, ShuttingDownError
 from ..events import Observer, Preempted, StepFinished
 from ..kv.lease import Lease
 from ..kv.manager import KVManager
@@ -136,6 +136,7 @@ class Batcher:
         """Accept sequences; from here on each gets exactly one ``on_finish``.
 
         Raises:
+            ParameterError: these are more than may wait at all.
             QueueFullError: too many wait already; none of these was accepted.
             ShuttingDownError: the engine has been closed.
         """
@@ -143,8 +144,13 @@ class Batcher:
         with self._wake:
             if not self.is_alive:  # also in a process forked from the engine's: threads stay behind
                 raise ShuttingDownError("the engine does not run in this process; start it again")
-            num_waiting = len(self._waiting) + len(self._inbox)
-            if num_waiting + len(sequences) > self._settings.max_waiting:
+            num_waiting, most = len(self._waiting) + len(self._inbox), self._settings.max_waiting
+            if len(sequences) > most:
+                raise ParameterError(
+                    f"{len(sequences)} answers were asked for, but at most {most} may wait: ask for fewer",
+                    param="n",
+                )
+            if num_waiting + len(sequences) > most:
                 raise QueueFullError(
                     f"{num_waiting} sequences wait already; try again later", retry_after_s=_RETRY_AFTER_S
                 )
@@ -195,7 +201,7 @@ class Batcher:
                 for queue in (self._running, self._waiting, self._inbox):
                     queue.clear()
             for sequence in left:
-                self._finish(sequence, "abort")
+                self._finish_surely(sequence, "abort")
             if self._tier_link is not None:
                 self._tier_link.close()
             if self._tender is not None:
@@ -603,13 +609,26 @@ class Batcher:
             self._finish(sequence, "stop" if stopped else "length")
 
     def _fail(self, error: Exception) -> None:
-        """A step failed: nothing of it is kept, and every running sequence ends with the error."""
-        failed = list(self._running)
-        self._running.clear()
+        """A step failed: nothing of it is kept, and every running sequence ends with the error.
+
+        With none running it failed in those that wait, and would again: then they end.
+        """
+        queue = self._running or self._waiting
+        failed = list(queue)
+        queue.clear()
         for sequence in failed:
             failure = EngineError(f"the engine failed in this request: {type(error).__name__}")
             failure.__cause__ = error
-            self._finish(sequence, "error", error=failure)
+            self._finish_surely(sequence, "error", failure)
+
+    def _finish_surely(
+        self, sequence: Sequence, reason: FinishReason, error: Exception | None = None
+    ) -> None:
+        """One of several to end: a fault in doing so must not keep the others from being told."""
+        try:
+            self._finish(sequence, reason, error=error)
+        except Exception:  # noqa: BLE001 - the engine's border, too
+            _log.exception("a request could not be ended well")
 
     def _commit(self, sequence: Sequence) -> None:
         if self._info.reuse and sequence.lease is not None and sequence.load is None:
