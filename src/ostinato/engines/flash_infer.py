@@ -93,7 +93,7 @@ class FlashInferStep:
         size = self._block_size
         num_blocks = stretch.shape[1] // size
         whole = stretch[:, : num_blocks * size]
-        return whole.unflatten(1, (num_blocks, size)).transpose(0, 1)
+        return whole.view(len(whole), num_blocks, size, -1).transpose(0, 1)
 
     def _plan(self, heads: int, shape: LayerShape, rule: LayerRule) -> Any:
         kind = (heads, shape, rule)

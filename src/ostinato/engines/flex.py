@@ -144,11 +144,15 @@ class FlexStep:
             place = logical[owner[row], slot // size] * size + slot % size
             return (place >= 0) & (place <= places[row])
 
+        if window is None:
+            return sees
+        width = window
+
         def sees_near(batch: Tensor, head: Tensor, row: Tensor, slot: Tensor) -> Tensor:
             place = logical[owner[row], slot // size] * size + slot % size
-            return (place >= 0) & (place <= places[row]) & (places[row] - place < window)
+            return (place >= 0) & (place <= places[row]) & (places[row] - place < width)
 
-        return sees if window is None else sees_near
+        return sees_near
 
 
 def _squashed(softcap: float) -> Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]:

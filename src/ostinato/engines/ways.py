@@ -106,12 +106,12 @@ def works(way: Way, kind: Kind) -> bool:
             from .flex import FlexStep  # with torch's compiler, which a processor does not need
 
             output, lse = FlexStep(arena, sequences, kind.device).attend(0, query, kind.rule)
-        error = max(_distance(output, expected), _distance(lse, expected_lse))
+        distance = max(_distance(output, expected), _distance(lse, expected_lse))
     except Exception as error:  # noqa: BLE001 - a border: whatever a compiler or a driver may say
         _log.warning("attention does not go through %s here: %s", way, str(error).partition("\n")[0])
         return False
-    if not error <= _TOLERANCE[kind.dtype]:
-        _log.warning("attention does not go through %s here: it differs by %.2g", way, error)
+    if not distance <= _TOLERANCE[kind.dtype]:
+        _log.warning("attention does not go through %s here: it differs by %.2g", way, distance)
         return False
     return True
 
@@ -138,6 +138,6 @@ def _problem(kind: Kind) -> tuple[Tensor, Tensor, Tensor, Arena, tuple[SequenceP
         sequences.append(SequencePlan(number, places, places, slots, table, size, sample=True))
     num_rows = sum(len(at) for at in rows)
     query = torch.randn(1, kind.heads, num_rows, shape.key_dim, generator=chance)
-    slots = torch.from_numpy(np.concatenate([s.slots for s in sequences]).astype(np.int64)).to(kind.device)
-    key, value = (t[0][:, slots].unsqueeze(0) for t in (arena.keys, arena.values))
+    written = torch.from_numpy(np.concatenate([s.slots for s in sequences]).astype(np.int64)).to(kind.device)
+    key, value = (t[0][:, written].unsqueeze(0) for t in (arena.keys, arena.values))
     return query.to(kind.device, kind.dtype), key, value, arena, tuple(sequences)
