@@ -68,8 +68,11 @@ class Company:
 
     def within_a_budget(self, messages: list[dict[str, str]]) -> None:
         method = self.chance.choice(["sinks", "snapkv"])
-        reply = self.engine.chat(messages, max_tokens=20, ignore_eos=True, kv_budget="70%", retention=method)
+        long = [{"role": "user", "content": "la " * 90}, {"role": "assistant", "content": "I see."}]
+        talk = [*long, messages[-1]]
+        reply = self.engine.chat(talk, max_tokens=20, ignore_eos=True, kv_budget="60%", retention=method)
         assert reply.usage.completion_tokens == 20
+        assert reply.usage.dropped_tokens > 0
 
     def left_early(self, messages: list[dict[str, str]]) -> None:
         stream = self.engine.stream(messages, max_tokens=40, ignore_eos=True, n=self.chance.choice([1, 2]))
