@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 MAKEFLAGS += --no-print-directory
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: help setup run demo test check format docs bench bench-engine bench-assembly bench-matching bench-moving bench-observe bench-peers bench-prefix bench-serve bench-policies bench-responses bench-tiers bench-codecs bench-dashboard bench-retention bench-gateway bench-planner soak soak-tier bench-tenants soak-sim screenshots lock clean
+.PHONY: help setup run demo test check format docs bench bench-engine bench-assembly bench-matching bench-moving bench-observe bench-reuse bench-peers bench-prefix bench-serve bench-policies bench-responses bench-tiers bench-codecs bench-dashboard bench-retention bench-gateway bench-planner soak soak-tier bench-tenants soak-sim screenshots lock clean
 
 help:  ## Show this
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  %-14s %s\n", $$1, $$2}'
@@ -93,6 +93,9 @@ bench-moving: setup  ## Moving the KV of 4,096 tokens, against copying it
 
 bench-observe: setup  ## What metrics and trace cost; /metrics with 1,000 prompt names
 	$(BIN)/python benchmarks/observe.py
+
+bench-reuse: setup  ## KV moved from elsewhere: quality, method by method, and time to the first token; in parts of 20 minutes
+	$(BIN)/python benchmarks/reuse.py
 
 bench-responses: setup  ## What a kept answer takes; calls that a thousand equal requests make
 	$(BIN)/python benchmarks/responses.py

@@ -16,7 +16,7 @@ from .engines.sequence import SequenceStats
 from .ports import Tokenizer
 from .prompt.calls import CallReader, CallSyntax, Piece
 from .prompt.detokenize import Detokenizer
-from .types import Chunk, FinishReason, TokenLogprob, ToolCall, Usage
+from .types import Chunk, FinishReason, Reused, TokenLogprob, ToolCall, Usage
 
 _CALL_ID_CONTEXT = "ostinato tool call id v1"
 
@@ -31,11 +31,14 @@ class Answer:
         deliver: Callable[[Chunk], None],
         done: Callable[[FinishReason, Usage], None],
         retention: str = "",
+        reused: Callable[[SequenceStats], Reused | None] = lambda stats: None,
     ) -> None:
+        """``reused``: what usage says of moved KV, by the sequence that began first."""
         self._assembled = assembled
         self._deliver = deliver
         self._done = done
         self._retention = retention
+        self._reused = reused
         self._left = num_choices
         self._stats: list[SequenceStats] = []
 
@@ -73,6 +76,7 @@ class Answer:
             retention=self._retention,
             loaded_tokens=earliest.loaded_tokens,
             load_s=earliest.load_s,
+            reuse=self._reused(earliest),
         )
         return self._assembled.annotate(usage)
 

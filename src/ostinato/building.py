@@ -7,7 +7,7 @@ import math
 import secrets
 from collections.abc import Callable, Iterable
 from importlib.metadata import version
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from .assembly import Assembler
 from .config import Settings
@@ -20,7 +20,8 @@ from .prompt.registry import PromptRegistry, read_prompts
 from .prompt.rules import MessageRules, read_rules
 from .runtime import Runtime
 from .tenants import allowances
-from .types import Retention
+from .types import Retention, Reuse, ReuseMode
+from .verifying import Watch
 
 if TYPE_CHECKING:
     from .engines.base import RunnerInfo
@@ -42,6 +43,8 @@ _log = logging.getLogger(__name__)
 
 _WRITE_BACK_BYTES = 64 << 20
 """What blocks on their way to the shared tier may take; more are not stored."""
+_FOUND_IN_TOKENS = 1 << 20
+"""Of stored text, that runs are found in at least; six bytes each."""
 _SPARE_BYTES = 512 << 20
 """Of memory, for all that is neither weights nor KV."""
 
@@ -185,6 +188,8 @@ def _start(
             keeper=Keeper(manager, tier, settings.block_size * info.kv_bytes_per_token),
             revision=_revision(settings, local, info, eos_token_ids),
             budgets=_budgets(settings),
+            reuse=_reuse(settings),
+            watch=Watch(settings.reuse_sample, settings.reuse_max_kl),
         )
     except BaseException:
         batcher.close()  # or its loop would wait for requests in the thread that is to end
@@ -248,11 +253,16 @@ def _batcher(
     worker: Worker,
 ) -> Batcher:
     from .engines.batching import Batcher, BatchingSettings
+    from .engines.blending import Blender
     from .engines.runners import PagedRunner
     from .kv.archive import Archives
     from .kv.tending import Tender
 
-    archives = None
+    archives, blender = None, None
+    if isinstance(runner, PagedRunner):
+        num_found_in = max(_FOUND_IN_TOKENS, 4 * manager.num_blocks * manager.block_size)
+        blender = Blender(manager, runner, link, num_found_in, seed=secrets.randbits(64))
+        manager.on_purge.append(lambda selection: blender.clear())
     if settings.kv_recall is not None and isinstance(runner, PagedRunner):
         archives = Archives(runner.arena, settings.kv_recall)
         manager.on_purge.append(lambda selection: archives.clear())
@@ -273,6 +283,7 @@ def _batcher(
         sessions=sessions,
         tender=Tender(manager, sessions),
         archives=archives,
+        blender=blender,
     )
 
 
@@ -295,6 +306,17 @@ def _budgets(settings: Settings) -> dict[str, Retention]:
         tenant: Retention(budget, settings.retention)
         for tenant, budget in budgets.items()
         if budget is not None
+    }
+
+
+def _reuse(settings: Settings) -> dict[str, Reuse]:
+    """What KV requests may be answered with that do not say; likewise."""
+    modes = {tenant.id: tenant.reuse for tenant in settings.all_tenants()}
+    modes[""] = None if settings.reuse == "exact" else cast(ReuseMode, settings.reuse)
+    return {
+        tenant: Reuse(mode, settings.reuse_repair, settings.reuse_max_deviation)
+        for tenant, mode in modes.items()
+        if mode is not None
     }
 
 

@@ -29,6 +29,7 @@ from .kv.codecs.spec import is_lossy
 from .kv.policy_names import POLICY_NAMES
 from .responses.control import ANSWERS_FOR
 from .retention.methods import METHOD_NAMES
+from .types import REUSE_MODES
 
 if TYPE_CHECKING:
     from .runtime import Runtime
@@ -200,6 +201,15 @@ def _settings(model: str | None, **options: Any) -> Settings:
 @click.option("--kv-recall", type=Size(), help="Memory for what budgets drop, for later turns to have back.")
 @click.option("--kv-recall-every", type=int, help="Generated tokens after which a long answer has it back.")
 @click.option("--retention", type=click.Choice(METHOD_NAMES), help="What is kept within --kv-budget.")
+@click.option(
+    "--reuse",
+    type=click.Choice(REUSE_MODES),
+    help="KV of text that stands elsewhere now: exact (not used), moved (may change answers), verify.",
+)
+@click.option("--reuse-repair", help="What of moved KV is computed again: adaptive, none, 15%, first:16.")
+@click.option("--reuse-max-deviation", type=float, help="Compute exactly what is estimated to deviate more.")
+@click.option("--reuse-sample", type=float, help="Part of answers with moved KV to verify, 0 to 1.")
+@click.option("--reuse-max-kl", type=float, help="Stop moving KV where these differ by more on average.")
 @click.option("--cache-ttl", type=float, help="Seconds after its last use for which KV is kept.")
 @click.option("--pinned-share", type=float, help="Part of --kv-cache that may be pinned, 0 to 1.")
 @click.option("--admin-key", help="Key for `ostinato cache`. Better: OSTINATO_ADMIN_KEY.")
@@ -240,6 +250,12 @@ def serve(model: str | None, **options: Any) -> None:
         within = f"{settings.kv_budget} by {settings.retention}"
         text = f"The KV of each request is kept within {within}: answers may differ."
         click.secho(text, fg="yellow")
+
+    if settings.reuse == "moved":
+        text = f"Moved KV may be used (repair: {settings.reuse_repair}): answers may differ."
+        click.secho(text, fg="yellow")
+        if (reason := runtime.info.movement_reason) is not None:
+            click.secho(f"This model's KV is right at its own position only: {reason}.", fg="yellow")
 
     warming = _warming(runtime, settings)
 

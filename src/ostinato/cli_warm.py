@@ -21,14 +21,25 @@ if TYPE_CHECKING:
     from .prompt.tokens import HFTokenizer
     from .warming.background import Outcome
     from .warming.logs import Encode
+    from .warming.run import Warmed
 
 _PIECE_TOKENS = 512
 _UNLIMITED_BLOCKS = 1 << 20
+_ENDS = {"done": "all of it", "full": "until its share of the cache was full", "stopped": "until stopped"}
 
 
 @click.command()
-@click.argument("log", type=click.Path(path_type=Path, exists=True))
-@click.argument("model", required=False)
+@click.argument("names", metavar="[LOG] [MODEL]", nargs=-1)
+@click.option(
+    "--documents",
+    type=click.Path(path_type=Path, exists=True, file_okay=False),
+    help="A folder of documents to compute instead of a log.",
+)
+@click.option(
+    "--system",
+    type=click.Path(path_type=Path, exists=True, dir_okay=False),
+    help="With --documents: the system text that they will stand behind.",
+)
 @click.option("--top", type=click.IntRange(1), default=16, show_default=True, help="Prefixes at most.")
 @click.option("--url", help="A running server, e.g. http://127.0.0.1:8000.")
 @click.option("--api-key", help="The server's. Better: OSTINATO_API_KEY.")
@@ -52,19 +63,31 @@ _UNLIMITED_BLOCKS = 1 << 20
 @click.option("--dtype", type=click.Choice(["auto", "float32", "bfloat16", "float16"]))
 @click.option("--offline", is_flag=True, default=None, help="Never ask the network for a model.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def warm(log: Path, model: str | None, url: str | None, tier: Path | None, **options: Any) -> None:
+def warm(names: tuple[str, ...], url: str | None, tier: Path | None, **options: Any) -> None:
     """Warm a cache with the most valuable prompt beginnings of LOG (JSONL, or a folder of it).
 
     LOG has OpenAI request bodies, agent sessions, or a request log with content. Without --url and --tier
-    it says what would be done, and what that would bring.
+    it says what would be done, and what that would bring. With --documents there is no LOG: all of them are
+    computed once, to be found wherever they stand in prompts that may use moved KV.
     """
     if url and tier:
         raise click.UsageError("give --url or --tier, not both")
-    names = ("block_size", "store", "template", "dtype", "offline")
-    given = {name: options[name] for name in names}
+    documents: Path | None = options["documents"]
+    log, model = _names(names, documents is not None)
+    if documents is not None and not (url or tier):
+        raise click.UsageError("--documents needs --url or --tier")
+    if options["system"] is not None and documents is None:
+        raise click.UsageError("--system is for --documents")
+    given = {name: options[name] for name in ("block_size", "store", "template", "dtype", "offline")}
     if tier is not None:
         given |= {"shared_tier": tier, "shared_tier_bytes": options["tier_bytes"]}
     settings = Settings.from_environment(os.environ, model=model, **given)
+    if documents is not None:
+        warmed, num_documents = _warm_documents(documents, url, settings, options)
+        said = {"documents": num_documents, **_counts(warmed)}
+        click.echo(json.dumps(said) if options["as_json"] else documents_text(num_documents, warmed))
+        return
+    assert log is not None
     if url:
         outcome = _warm_url(log, url, settings, options)
     elif tier is not None:
@@ -72,6 +95,66 @@ def warm(log: Path, model: str | None, url: str | None, tier: Path | None, **opt
     else:
         outcome = _plan(log, settings, options)
     click.echo(json.dumps(record(outcome)) if options["as_json"] else text(outcome))
+
+
+def _names(names: tuple[str, ...], has_documents: bool) -> tuple[Path | None, str | None]:
+    """LOG and MODEL; with documents there is no LOG."""
+    if len(names) > (1 if has_documents else 2):
+        raise click.UsageError(f"got an unexpected argument ({names[-1]})")
+    if has_documents:
+        return None, names[0] if names else None
+    if not names:
+        raise click.UsageError("missing argument 'LOG', or --documents")
+    if not Path(names[0]).exists():
+        raise click.UsageError(f"Path '{names[0]}' does not exist.")
+    return Path(names[0]), names[1] if len(names) > 1 else None
+
+
+def _warm_documents(
+    folder: Path, url: str | None, settings: Settings, options: dict[str, Any]
+) -> tuple[Warmed, int]:
+    """Has all documents computed, or loaded, there; and how many there are."""
+    from .building import build_runtime
+    from .models.progress import RichProgress
+    from .ports import SystemClock
+    from .warming.background import encode_for
+    from .warming.documents import read_documents
+    from .warming.engine import EngineTarget
+    from .warming.http import HttpTarget, served_model
+    from .warming.run import warm as run
+
+    system = "" if options["system"] is None else options["system"].read_text(encoding="utf-8").strip()
+    with ExitStack() as stack:
+        target: HttpTarget | EngineTarget
+        if url is not None:
+            key = options["api_key"] or os.environ.get("OSTINATO_API_KEY")
+            name, length = served_model(url, key)
+            most = (length or 1 << 30) - 1
+            encode = _encoder(*_assembly(settings), most + 1)
+            target = stack.enter_context(
+                HttpTarget(
+                    url,
+                    name,
+                    block_size=settings.block_size,
+                    share=options["share"],
+                    piece_tokens=_PIECE_TOKENS,
+                    max_tokens=most,
+                    api_key=key,
+                )
+            )
+        else:
+            runtime = build_runtime(settings, SystemClock(), None if options["as_json"] else RichProgress())
+            stack.callback(runtime.close)
+            encode = encode_for(runtime)
+            target = EngineTarget(
+                runtime, piece_tokens=settings.max_batch_tokens, share=options["share"], fill_tier=True
+            )
+        prefixes = read_documents(folder, encode, system=system)
+        with _progress(prefixes, options["as_json"]) as advance, _interrupted(target.stop):
+            warmed = run(prefixes, target, advance)
+        if isinstance(target, EngineTarget):
+            target.settle()
+    return warmed, len(prefixes)
 
 
 def _plan(log: Path, settings: Settings, options: dict[str, Any]) -> Outcome:
@@ -208,6 +291,24 @@ def _interrupted(stop: threading.Event) -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
 
 
+def documents_text(num_documents: int, warmed: Warmed) -> str:
+    """What became of documents, for people."""
+    return (
+        f"{len(warmed.tokens):,} of {num_documents:,} documents {_ENDS[warmed.end]}: "
+        f"{warmed.computed_tokens:,} tokens computed, {warmed.loaded_tokens:,} loaded, "
+        f"{warmed.found_tokens:,} there already"
+    )
+
+
+def _counts(warmed: Warmed) -> dict[str, object]:
+    return {
+        "end": warmed.end,
+        "found_tokens": warmed.found_tokens,
+        "loaded_tokens": warmed.loaded_tokens,
+        "computed_tokens": warmed.computed_tokens,
+    }
+
+
 def record(outcome: Outcome) -> dict[str, object]:
     """What came of it, as JSON; no text of a prompt is in it."""
     warmed, expected = outcome.warmed, outcome.expected
@@ -225,10 +326,7 @@ def record(outcome: Outcome) -> dict[str, object]:
             }
             for place, prefix in enumerate(outcome.prefixes)
         ],
-        "end": warmed.end,
-        "found_tokens": warmed.found_tokens,
-        "loaded_tokens": warmed.loaded_tokens,
-        "computed_tokens": warmed.computed_tokens,
+        **_counts(warmed),
         "expected": {
             "prompt_tokens": expected.prompt_tokens,
             "hit_rate_before": round(expected.cold_rate, 6),
@@ -253,9 +351,8 @@ def text(outcome: Outcome) -> str:
             f"{len(prefix.tokens):8,} {prefix.new_tokens:8,} {prefix.num_requests:8,} "
             f"{prefix.expected_uses:9.1f} {prefix.value:12,.0f}  {reached:,}"
         )
-    ends = {"done": "all of it", "full": "until its share of the cache was full", "stopped": "until stopped"}
     lines += [
-        f"\nwarmed {ends[warmed.end]}: {warmed.computed_tokens:,} tokens computed, "
+        f"\nwarmed {_ENDS[warmed.end]}: {warmed.computed_tokens:,} tokens computed, "
         f"{warmed.loaded_tokens:,} loaded, {warmed.found_tokens:,} there already",
         f"expected hit rate, if the log came again: {100 * expected.cold_rate:.1f} % cold, "
         f"{100 * expected.warm_rate:.1f} % warmed; the first request finds {expected.first_hits:,} tokens",

@@ -17,8 +17,9 @@ from .kv.policy_names import POLICY_NAMES
 from .responses.control import ANSWERS_FOR
 from .retention.budgets import parse_budget
 from .retention.methods import DEFAULT_METHOD, method_by_name
+from .reuse.blend import parse_repair
 from .tenants import Tenant, read_tenants, tenants_of_keys
-from .types import TrimRules, TrimStrategy
+from .types import REUSE_MODES, TrimRules, TrimStrategy
 
 DEFAULT_MODEL = "smollm2-135m"
 PREFIX = "OSTINATO_"
@@ -84,6 +85,14 @@ class Settings:
         kv_recall_every: generated tokens after which a long answer has back what it dropped, as far as it is
             worth it; ``None``: only new turns do.
         retention: what is kept then (``docs/retention.md``).
+        reuse: what KV that is no prefix of a prompt may be used: ``exact`` (none), ``moved`` (that of
+            text which stands elsewhere now; answers may change) or ``verify`` (both, answered exactly)
+            (``docs/reuse.md``). Requests and tenants may say otherwise.
+        reuse_repair: what of it is computed again: ``adaptive``, ``none``, ``15%``, ``first:16``.
+        reuse_max_deviation: prompts of which more is estimated to be wrong are computed exactly; ``None``: as
+            the repair has it.
+        reuse_sample: the part of answers with moved KV that are computed exactly afterwards, to compare.
+        reuse_max_kl: where these differ by more nats on average, moved KV is not used any more.
         cache_ttl: seconds after their last use for which KV is kept; ``None``: as long as there is room.
         pinned_share: the part of ``kv_cache`` that may be pinned.
         admin_key: key to look after the cache over HTTP; ``None``: nobody can.
@@ -144,6 +153,11 @@ class Settings:
     tenant_shared_tier: int | None = None
     kv_budget: str | None = None
     retention: str = DEFAULT_METHOD
+    reuse: str = "exact"
+    reuse_repair: str = "adaptive"
+    reuse_max_deviation: float | None = None
+    reuse_sample: float = 0.02
+    reuse_max_kl: float = 0.05
     kv_recall: int | None = None
     kv_recall_every: int | None = None
     cache_ttl: float | None = None
@@ -249,6 +263,16 @@ class Settings:
         if (every := self.kv_recall_every) is not None and (every < 1 or self.kv_recall is None):
             text = "kv_recall_every is a number of tokens, at least 1, and needs memory: set kv_recall, too"
             raise ParameterError(text, param="kv_recall_every")
+        if self.reuse not in REUSE_MODES:
+            raise ParameterError(
+                f"reuse is {self.reuse!r}; it may be {', '.join(REUSE_MODES)}", param="reuse"
+            )
+        parse_repair(self.reuse_repair)
+        if not 0 <= self.reuse_sample <= 1:
+            raise ParameterError("reuse_sample must be between 0 and 1", param="reuse_sample")
+        for name in ("reuse_max_deviation", "reuse_max_kl"):
+            if (bound := getattr(self, name)) is not None and not bound >= 0:
+                raise ParameterError(f"{name} must be 0 or more", param=name)
         if self.kv_budget is not None:
             parse_budget(self.kv_budget)
         if self.cache_ttl is not None and not self.cache_ttl >= 1:

@@ -139,6 +139,18 @@ class AnswerFiled:
     fate: AnswerFate
 
 
+@dataclass(frozen=True, slots=True)
+class MoveVerified:
+    """The beginning of an answer with moved KV was compared with the exact one.
+
+    ``kl``: divergence of the first token's distribution, nats. ``is_off``: moved KV is not used any more.
+    """
+
+    kl: float
+    is_same_token: bool
+    is_off: bool
+
+
 AnswerMiss: TypeAlias = Literal["absent", "expired", "future", "corrupt", "too_old", "failed"]
 
 
@@ -238,6 +250,7 @@ def reuse_of(usage: Usage) -> dict[ReuseLayer, int]:
         "arena": usage.cached_tokens - usage.loaded_tokens,
         "shared": usage.loaded_tokens,
         "recalled": usage.recalled_tokens,
+        "non_prefix": 0 if usage.reuse is None else usage.reuse.reused_tokens,
     }
     return {name: count for name, count in found.items() if count}
 
@@ -254,5 +267,6 @@ Event: TypeAlias = (
     | AnswerLookedUp
     | AnswerFiled
     | AnswerMissed
+    | MoveVerified
 )
 Observer: TypeAlias = Callable[[Event], None]

@@ -37,6 +37,7 @@ from .types import (
     Message,
     PromptUse,
     Retention,
+    Reuse,
     SamplingParams,
     Session,
     SessionState,
@@ -104,7 +105,10 @@ class Engine:
     :class:`~ostinato.types.Session`: a hint of what is worth keeping) and ``kv_budget`` (tokens, ``"50%"`` of
     the prompt or ``"64MiB"``: within it the KV of this request is kept by dropping tokens, which may change
     the answer) with ``retention`` (the method), ``entities``, ``pinned_text`` and ``renumber``
-    (:class:`~ostinato.types.Retention`), and for conversations:
+    (:class:`~ostinato.types.Retention`), ``reuse`` (``"moved"``: KV of text that stands elsewhere now may be
+    used, which may change the answer; ``"verify"``: both ways, answered exactly; ``"exact"``; or
+    :class:`~ostinato.types.Reuse`, or its fields as a dict; what was done stands in ``usage.reuse``), and for
+    conversations:
 
     - ``tools``: what the model may call, in OpenAI's form. Calls come back as ``tool_calls``.
     - ``trim``: ``"off"``, ``"drop"``, ``"shorten"``, ``"sticky"``, or :class:`~ostinato.types.TrimRules` (or
@@ -304,6 +308,7 @@ class Engine:
         salt = options.pop("salt", "")
         control = _cache_control(options.pop("cache_control", None), options.pop("cache_answer", None))
         retention = _retention(options)
+        reuse = _reuse(options.pop("reuse", None))
         known = {item.name for item in fields(SamplingParams)}
         for name in options:
             if name not in known:
@@ -325,6 +330,7 @@ class Engine:
             deadline_s=deadline_s,
             cache_control=control,
             retention=retention,
+            reuse=reuse,
         )
         if self.front is not None:
             front, ready = self.front, self.front.prepare(request)
@@ -469,6 +475,20 @@ def _retention(options: dict[str, Any]) -> Retention | None:
         text = given["pinned_text"]
         given["pinned_text"] = (text,) if isinstance(text, str) else tuple(text)
     return Retention(budget, **given)
+
+
+def _reuse(given: Any) -> Reuse | None:
+    """As it may be written: itself, a mode, or its fields."""
+    if given is None or isinstance(given, Reuse):
+        return given
+    named = {"mode": given} if isinstance(given, str) else given
+    if not isinstance(named, Mapping):
+        raise ParameterError("reuse must be a mode or its fields", param="reuse", code="invalid_type")
+    known = {item.name for item in fields(Reuse)}
+    for name in named:
+        if name not in known:
+            raise ParameterError(f"reuse has no field {name!r}", param="reuse")
+    return Reuse(**named)
 
 
 def _collect(chunks: Iterator[Chunk]) -> Reply:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from threading import Lock
 from typing import Final, Protocol, get_args
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, Metric, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from prometheus_client.registry import Collector
@@ -24,6 +24,7 @@ from .events import (
     BlocksEvicted,
     BlocksStored,
     Event,
+    MoveVerified,
     Preempted,
     PrefixLookedUp,
     RequestFinished,
@@ -137,6 +138,11 @@ class PrometheusObserver:
         self._trimmed_tokens = counter(known.TRIMMED_TOKENS)
         self._approximate = counter(known.APPROXIMATE)
         self._kv_dropped = counter(known.KV_DROPPED)
+        self._repaired = counter(known.REPAIRED)
+        self._refused = counter(known.MOVE_REFUSED)
+        self._moved_kl = histogram(known.MOVED_KL)
+        self._verified = counter(known.MOVE_VERIFIED)
+        self._moved_off = Gauge(known.PREFIX + known.MOVED_OFF.name, known.MOVED_OFF.text, registry=registry)
         self._looked_up = counter(known.REUSE_LOOKUP)
         self._reused = counter(known.REUSE_HIT)
         self._recomputed = counter(known.REUSE_RECOMPUTED)
@@ -191,6 +197,10 @@ class PrometheusObserver:
                     self._answer_tokens.labels(event.outcome).inc(event.num_tokens)
             case AnswerMissed():
                 self._answer_misses.labels(event.reason).inc()
+            case MoveVerified():
+                self._moved_kl.observe(event.kl)
+                self._verified.labels("same" if event.is_same_token else "other").inc()
+                self._moved_off.set(event.is_off)
             case AnswerFiled():
                 self._answers_filed.labels(event.fate).inc()
 
@@ -207,7 +217,12 @@ class PrometheusObserver:
             self._trimmed_tokens.labels(trim.strategy).inc(trim.given_tokens - usage.prompt_tokens)
         if usage.retention:
             self._kv_dropped.labels(usage.retention).inc(usage.dropped_tokens)
-        self._count_reuse(usage, event.request, ("arena",))
+        asked: tuple[ReuseLayer, ...] = ("arena",)
+        if (reuse := usage.reuse) is not None:
+            asked = ("arena", "non_prefix")
+            self._repaired.inc(reuse.repaired_tokens)
+            self._refused.inc(reuse.is_refused)
+        self._count_reuse(usage, event.request, asked)
         if usage.completion_tokens == 0:
             return  # it never had a first token: its times would be of something else
         is_warm = usage.cached_tokens + usage.recalled_tokens >= _WARM_SHARE * usage.prompt_tokens

@@ -245,6 +245,8 @@ def line_of(record: RequestRecord, key_name: str, *, with_content: bool) -> dict
         line["age_s"] = round(usage.served.age_s, 3)
     if usage.retention:
         line["retention"], line["kv_dropped_tokens"] = usage.retention, usage.dropped_tokens
+    if usage.reuse is not None:
+        line["reuse"], line["moved_tokens"] = usage.reuse.mode, usage.reuse.moved_tokens
     if with_content and request is not None:
         line["request"] = _content(request)
         line["salt"] = request.salt

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 import threading
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -22,7 +23,7 @@ from .assembly import Assembled, Assembler, tokenize_conversation
 from .delivery import iterate, stream
 from .engines.base import RunnerInfo
 from .engines.batching import Batcher
-from .engines.sequence import Sequence
+from .engines.sequence import Sequence, SequenceStats, TokenSink
 from .errors import (
     ClientError,
     EngineError,
@@ -30,7 +31,7 @@ from .errors import (
     PromptTooLongError,
     ShuttingDownError,
 )
-from .events import AnswerOutcome, Event, Observer, RequestFinished
+from .events import AnswerOutcome, Event, MoveVerified, Observer, RequestFinished
 from .kv.hashing import Namespace
 from .kv.keeper import CacheSummary, Keeper, PurgeReport
 from .kv.lease import Lease
@@ -50,6 +51,7 @@ from .prompt.template import Template
 from .protect import check_retention, keep_of
 from .ranking import BestOf
 from .retention.keeping import Keep, Keeping
+from .reuse.blend import Repair
 from .types import (
     Chunk,
     Conversation,
@@ -57,12 +59,15 @@ from .types import (
     GenerationRequest,
     Message,
     Retention,
+    Reuse,
+    Reused,
     SamplingParams,
     Served,
     Session,
     TokenArray,
     Usage,
 )
+from .verifying import Unheard, Watch, check_reuse, compare, followed_by, reused_of
 
 _log = logging.getLogger(__name__)
 
@@ -126,13 +131,15 @@ def assemble_prompt(
 class Prepared:
     """A request that passed every check, as tokens. Its prompt is what was rendered of it.
 
-    ``keep``: how it stays within a budget of KV that it is going to exceed.
+    ``keep``: how it stays within a budget of KV that it is going to exceed. ``repair``: what is computed
+    again where it may be answered with moved KV, or is compared with that.
     """
 
     request: GenerationRequest
     assembled: Assembled
     max_new_tokens: int
     keep: Keep | None = None
+    repair: Repair | None = None
 
     @property
     def tokens(self) -> TokenArray:
@@ -234,18 +241,24 @@ class Runtime:
         deadline_s: float = inf,
         revision: str = "",
         budgets: Mapping[str, Retention] | None = None,
+        reuse: Mapping[str, Reuse] | None = None,
+        watch: Watch | None = None,
     ) -> None:
         """``tier_link``: the engine's own, to report on; closed with the engine.
 
         ``revision`` is a digest of what decides answers beside the namespace: versions, device,
         configuration. ``budgets``: by tenant, for the KV of requests that bring none; ``""`` is everyone
-        else's.
+        else's. ``reuse``: likewise, what KV that is no prefix may be used; ``watch`` verifies some of that.
 
         Raises:
-            ParameterError: such a budget is none, or the model cannot be kept within one.
+            ParameterError: such a budget is none, or the model cannot be kept within one; or it has no KV
+            that
+                could be moved.
         """
         for retention in (budgets or {}).values():
             check_retention(retention, info, model_name)
+        for wanted in (reuse or {}).values():
+            check_reuse(wanted, info, model_name)
         self.model_name = model_name
         self.created_s = int(clock.now())
         self.info = info
@@ -262,6 +275,8 @@ class Runtime:
         self.eos_token_ids = eos_token_ids
         self._tier_link = tier_link
         self._budgets = dict(budgets or {})
+        self._reuse = dict(reuse or {})
+        self.watch = watch or Watch()
         self._accepting = True
         self._active: set[RequestHandle] = set()
         self._idle = threading.Condition()
@@ -439,9 +454,7 @@ class Runtime:
         """
         check_request(request, self.info.vocab_size)
         limit = self.max_model_len
-        if request.retention is None and not request.is_warming:
-            tenant = self.assembler.namespace.with_salt(request.salt).tenant
-            request = replace(request, retention=self._budgets.get(tenant, self._budgets.get("")))
+        request, repair = self._with_defaults(request)
         if request.retention is not None:
             check_retention(request.retention, self.info, self.model_name)
             limit = self.info.max_model_len * (_MOST_LENGTHS if request.retention.renumber else 1)
@@ -476,7 +489,27 @@ class Runtime:
             keep = keep_of(request, assembled, self.assembler, self.info, max_new, most)
         if assembled.conversation is not None:
             request = replace(request, prompt=assembled.conversation, named_prompt=None, trim=None, pinned=())
-        return Prepared(request, assembled, max_new, keep)
+        return Prepared(request, assembled, max_new, keep, repair)
+
+    def _with_defaults(self, request: GenerationRequest) -> tuple[GenerationRequest, Repair | None]:
+        """A request with the KV budget or the reuse of its tenant, and what is repaired of it.
+
+        What is asked for to be kept is exact.
+        """
+        tenant = self.assembler.namespace.with_salt(request.salt).tenant
+        if request.is_warming:
+            return request, None
+        if request.retention is not None and request.reuse is not None and request.reuse.mode != "exact":
+            raise ParameterError(
+                "KV cannot be moved within a KV budget: leave one of them out", param="reuse"
+            )
+        if request.retention is None and (request.reuse is None or request.reuse.mode == "exact"):
+            request = replace(request, retention=self._budgets.get(tenant, self._budgets.get("")))
+        if request.retention is None and request.reuse is None:
+            request = replace(request, reuse=self._reuse.get(tenant, self._reuse.get("")))
+        if request.reuse is None:
+            return request, None
+        return request, check_reuse(request.reuse, self.info, self.model_name)
 
     def _longest(self, limit: int) -> str:
         model = self.info.max_model_len
@@ -499,6 +532,14 @@ class Runtime:
             ShuttingDownError: no more requests are taken.
         """
         request, params = prepared.request, prepared.request.params
+        is_verifying = (
+            prepared.repair is not None and request.reuse is not None and request.reuse.mode == "verify"
+        )
+        repair = None if is_verifying or self.watch.is_off else prepared.repair
+        is_watched = repair is not None and self.watch.is_on
+        if is_verifying and params.seed is None:
+            params = replace(params, seed=secrets.randbits(48))  # both draw alike
+        sequences: list[Sequence] = []
         handle: RequestHandle
 
         def done(reason: FinishReason, usage: Usage) -> None:
@@ -509,55 +550,95 @@ class Runtime:
                 self.prompts.record(usage.prompt_name, usage)
             space = prepared.namespace.digest
             self.observe(RequestFinished(reason, usage, request, prepared.tokens, space))
+            if is_watched and usage.reuse is not None and usage.reuse.may_differ and self.watch.wants():
+                self._watch_over(prepared, sequences[0])
+
+        def reused(stats: SequenceStats) -> Reused | None:
+            if is_verifying:
+                return reused_of(first[0].stats(0.0), "verify", compare(sequences[0], first[0]))
+            return None if prepared.repair is None else reused_of(stats, "moved")
 
         num_computed = request.best_of or request.num_choices
         if num_computed > request.num_choices:
             deliver = BestOf(request.num_choices, deliver, with_logprobs=params.logprobs is not None).take
             params = replace(params, logprobs=params.logprobs or 0)
         method = "" if request.retention is None else request.retention.label
-        answer = Answer(prepared.assembled, num_computed, deliver, done, method)
+        answer = Answer(prepared.assembled, num_computed, deliver, done, method, reused)
         keep = self.assembler.keeper(prepared.assembled)
-        stop_ids = frozenset(params.stop_token_ids)
-        if not params.ignore_eos:
-            stop_ids |= self.eos_token_ids
-        sequences = []
         for index in range(num_computed):
             seed = None if params.seed is None else params.seed + index
+            calls = Calls.of(prepared.assembled, self.tokenizer, index)
+            detokenizer = Detokenizer(self.tokenizer, params.stop)
+            sink = Choice(index, answer, detokenizer, calls, keep)
+            told = index == 0 and (is_verifying or is_watched)
             sequences.append(
-                Sequence(
-                    prepared.tokens,
-                    replace(params, seed=seed),
-                    prepared.namespace,
-                    Choice(
-                        index,
-                        answer,
-                        Detokenizer(self.tokenizer, params.stop),
-                        Calls.of(prepared.assembled, self.tokenizer, index),
-                        keep,
-                    ),
-                    max_new_tokens=prepared.max_new_tokens,
-                    stop_token_ids=stop_ids,
-                    num_choices=num_computed,
-                    offers_tools=isinstance(request.prompt, Conversation) and bool(request.prompt.tools),
-                    session=request.session,
-                    terms=terms_of(prepared),
-                    deadline_s=self.deadline_s if request.deadline_s is None else request.deadline_s,
-                    keeping=None if prepared.keep is None else self._keeping(prepared.keep),
-                )
+                self._sequence(prepared, replace(params, seed=seed), sink, num_computed, repair, told)
             )
-        handle = RequestHandle(self._batcher, sequences)
+        first = sequences
+        if is_verifying:
+            unheard = Unheard(Detokenizer(self.tokenizer, params.stop), followed_by(sequences, self._submit))
+            first = [self._sequence(prepared, params, unheard, 1, prepared.repair, True)]
+        handle = RequestHandle(self._batcher, sequences if first is sequences else [*first, *sequences])
         with self._idle:
             if not self._accepting:
                 raise ShuttingDownError("the server is shutting down: send the request elsewhere")
             self._active.add(handle)
         try:
-            self._batcher.submit(sequences)
+            self._batcher.submit(first)
         except Exception:
             with self._idle:
                 self._active.discard(handle)
                 self._idle.notify_all()
             raise
         return handle
+
+    def _sequence(
+        self,
+        prepared: Prepared,
+        params: SamplingParams,
+        sink: TokenSink,
+        num_choices: int,
+        repair: Repair | None,
+        wants_distribution: bool,
+    ) -> Sequence:
+        """One of a request's sequences."""
+        request = prepared.request
+        stop_ids = frozenset(params.stop_token_ids)
+        if not params.ignore_eos:
+            stop_ids |= self.eos_token_ids
+        return Sequence(
+            prepared.tokens,
+            params,
+            prepared.namespace,
+            sink,
+            max_new_tokens=prepared.max_new_tokens,
+            stop_token_ids=stop_ids,
+            num_choices=num_choices,
+            offers_tools=isinstance(request.prompt, Conversation) and bool(request.prompt.tools),
+            session=request.session,
+            terms=terms_of(prepared),
+            deadline_s=self.deadline_s if request.deadline_s is None else request.deadline_s,
+            keeping=None if prepared.keep is None else self._keeping(prepared.keep),
+            repair=repair,
+            wants_distribution=wants_distribution,
+        )
+
+    def _submit(self, sequences: list[Sequence]) -> None:
+        self._batcher.submit(sequences)
+
+    def _watch_over(self, prepared: Prepared, moved: Sequence) -> None:
+        """Computes the first token of what was answered with moved KV exactly, when there is time for it."""
+
+        def compared(reason: FinishReason) -> None:
+            if (verified := compare(exact[0], moved)) is not None:
+                self.watch.note(verified)
+                is_same = verified.first_difference is None
+                self.observe(MoveVerified(verified.kl, is_same, self.watch.is_off))
+
+        params = prepared.request.params
+        sink = Unheard(Detokenizer(self.tokenizer, ()), compared)
+        exact = [self._sequence(replace(prepared, max_new_tokens=1), params, sink, 1, None, True)]
+        followed_by(exact, self._submit)("stop")
 
     def _keeping(self, keep: Keep) -> Keeping:
         return Keeping(keep, len(self.info.kv_heads), self.info.kv_heads[0])

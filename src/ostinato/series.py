@@ -29,6 +29,7 @@ REQUEST_BUCKETS_S: Final = (
     *(40.0, 60.0, 120.0, 240.0, 480.0, 960.0),
 )
 AGE_BUCKETS_S: Final = (1.0, 10.0, 60.0, 600.0, 3_600.0, 21_600.0, 86_400.0, 604_800.0, 2_592_000.0)
+KL_BUCKETS: Final = (1e-5, 1e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0)
 STEP_ROW_BUCKETS: Final = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 
 
@@ -108,6 +109,20 @@ SAVED = _counter(
     " computing the tokens would have taken.",
     "layer", _LAYERS,
 )  # fmt: skip
+
+# ---------------------------------------------------------------- moved KV
+
+REPAIRED = _counter("repaired_prompt_tokens", "Prompt tokens with moved KV that were computed again.")
+MOVE_REFUSED = _counter(
+    "move_refused_requests", "Requests computed exactly because too much of moved KV would have deviated."
+)
+MOVED_KL = _histogram(
+    "moved_kl_nats", "Divergence of first tokens with moved KV from exact ones, where verified.", KL_BUCKETS
+)
+MOVE_VERIFIED = _counter(
+    "move_verified_requests", "Answers with moved KV that were verified.", "first_token", ("same", "other")
+)
+MOVED_OFF = _gauge("moved_off", "1: moved KV differed too much and is not used any more.")
 
 # ---------------------------------------------------------------- the prefix cache
 

@@ -17,10 +17,11 @@ from blake3 import blake3
 from .errors import ParameterError
 from .kv.terms import Allowance, Allowances, tenant_id
 from .retention.budgets import parse_budget
+from .types import REUSE_MODES, ReuseMode
 
 _SALT_CONTEXT: Final = "ostinato server key salt v1"
 _SIZES: Final = ("kv_cache", "shared_tier", "answers")
-_FIELDS: Final = frozenset({"api_key", "salt", "ttl", "kv_budget", *_SIZES})
+_FIELDS: Final = frozenset({"api_key", "salt", "ttl", "kv_budget", "reuse", *_SIZES})
 
 
 def key_salt(key: str) -> str:
@@ -33,8 +34,8 @@ class Tenant:
     """One tenant: its API ``key``, if it has one, and what its salts are made of.
 
     ``kv_bytes``, ``tier_bytes`` and ``answers_bytes`` bound what is kept of it in the arena, in the shared
-    tier and of answers, ``ttl_s`` for how long, ``kv_budget`` the KV of each of its requests; ``None``: as
-    for everyone.
+    tier and of answers, ``ttl_s`` for how long, ``kv_budget`` the KV of each of its requests; ``reuse`` says
+    what KV they may be answered with; ``None``: as for everyone.
     """
 
     name: str
@@ -45,6 +46,7 @@ class Tenant:
     ttl_s: float | None = None
     answers_bytes: int | None = None
     kv_budget: int | str | None = None
+    reuse: ReuseMode | None = None
 
     @property
     def id(self) -> str:
@@ -68,6 +70,7 @@ def read_tenants(path: Path, parse_size: Any) -> tuple[Tenant, ...]:
         answers = "100MiB"      # and of whole answers
         ttl = 3600              # seconds after the last use (of answers: after they were stored)
         kv_budget = "50%"       # of the KV of each of its requests (tokens, a part of the prompt, bytes)
+        reuse = "moved"         # KV of text that stands elsewhere now may be used (exact, moved, verify)
 
     Args:
         parse_size: reads ``"1GiB"`` as bytes.
@@ -116,8 +119,11 @@ def _tenant(path: Path, name: str, table: Any, parse_size: Any) -> Tenant:
             parse_budget(budget)
         except ParameterError:
             raise wrong('has a kv_budget that is none; write 2048, "50%" or "64MiB"') from None
+    if (reuse := table.get("reuse")) not in (None, *REUSE_MODES):
+        raise wrong(f"has a reuse that is none; write {', '.join(REUSE_MODES)}")
     salt = key_salt(key) if key is not None else salt
-    return Tenant(name, key, salt, sizes["kv_cache"], sizes["shared_tier"], ttl, sizes["answers"], budget)
+    kv_bytes, tier_bytes, answers_bytes = (sizes[name] for name in _SIZES)
+    return Tenant(name, key, salt, kv_bytes, tier_bytes, ttl, answers_bytes, budget, reuse)
 
 
 def allowances(

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -20,10 +20,12 @@ FloatArray: TypeAlias = npt.NDArray[np.float32]
 BlockIds: TypeAlias = npt.NDArray[np.intp]
 SessionState: TypeAlias = Literal["open", "idle", "closed"]
 Layer: TypeAlias = Literal["exact", "joined", "semantic"]
+ReuseMode: TypeAlias = Literal["exact", "moved", "verify"]
 FinishReason: TypeAlias = Literal["stop", "length", "tool_calls", "abort", "error"]
 TrimStrategy: TypeAlias = Literal["off", "drop", "shorten", "sticky"]
 
 MAX_SESSION_ID_CHARS = 256
+REUSE_MODES: tuple[ReuseMode, ...] = get_args(ReuseMode)
 
 
 def num_common(a: npt.NDArray[Any], b: npt.NDArray[Any]) -> int:
@@ -199,7 +201,8 @@ class SequencePlan:
 
     ``num_watched`` of the last rows are watched: the step's result tells what attention they give to each
     place. ``notes_queries``: the runner remembers how the rows' queries are distributed, to tell what rows
-    that are still to come will attend to.
+    that are still to come will attend to. ``with_distribution``: the result has the
+    probabilities of all tokens after the last row, too.
     """
 
     sequence_id: int
@@ -212,6 +215,7 @@ class SequencePlan:
     places: TokenArray | None = None
     num_watched: int = 0
     notes_queries: bool = False
+    with_distribution: bool = False
 
     @property
     def row_places(self) -> TokenArray:
@@ -220,11 +224,13 @@ class SequencePlan:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """One step of the engine: first moves and copies, in order, then all rows of all sequences at once."""
+    """One step of the engine: first moves, copies and shifts, in this order, then all rows of all sequences
+    at once."""
 
     sequences: tuple[SequencePlan, ...]
     copies: tuple[SlotCopy, ...] = ()
     moves: tuple[SlotMove, ...] = ()
+    shifts: tuple[SlotShift, ...] = ()
 
 
 # ---------------------------------------------------------------- generation
@@ -345,6 +351,49 @@ class Served:
 
 
 @dataclass(frozen=True, slots=True)
+class Verified:
+    """How an answer with moved KV differs from the exact one of the same request.
+
+    ``kl``: Kullback-Leibler divergence of the first token's distribution from the exact one, in nats.
+    ``first_difference``: the first token that is another one (from 0); ``None``: all of the first
+    ``num_compared`` are the same.
+    """
+
+    kl: float
+    first_difference: int | None
+    num_compared: int
+
+
+@dataclass(frozen=True, slots=True)
+class Reused:
+    """Where the KV of a prompt came from that might be answered with moved KV.
+
+    Tokens: ``moved_tokens`` of the prompt stood elsewhere before, ``repaired_tokens`` of these were computed
+    again; ``computed_tokens`` were not there, and the rest is the prefix (``Usage.cached_tokens``).
+    ``deviation`` is what is estimated to be left (0: nothing; ``None``: not measured). ``is_refused``: it
+    was more than the bound, so all of it was computed.
+    """
+
+    mode: ReuseMode
+    moved_tokens: int = 0
+    repaired_tokens: int = 0
+    computed_tokens: int = 0
+    deviation: float | None = None
+    is_refused: bool = False
+    verified: Verified | None = None
+
+    @property
+    def reused_tokens(self) -> int:
+        """Whose KV was not computed for the answer."""
+        return self.moved_tokens - self.repaired_tokens if self.mode == "moved" else 0
+
+    @property
+    def may_differ(self) -> bool:
+        """Whether the answer may be another one than without this."""
+        return self.mode == "moved" and self.moved_tokens > 0
+
+
+@dataclass(frozen=True, slots=True)
 class Usage:
     """Tokens and seconds of one request, summed over its ``n`` choices where they add up.
 
@@ -360,6 +409,7 @@ class Usage:
     ``dropped_tokens`` of prompt and answer had no KV any more at the end, by the method ``retention``, where
     a budget was asked for; ``recalled_tokens`` of the prompt were not computed: their KV came back from what
     an earlier turn, kept in the same way, had kept or dropped.
+    ``reuse``: what was moved, where a request might be answered with KV that is no prefix of it.
     """
 
     prompt_tokens: int = 0
@@ -381,6 +431,7 @@ class Usage:
     retention: str = ""
     loaded_tokens: int = 0
     load_s: float = 0.0
+    reuse: Reused | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -458,6 +509,24 @@ class Retention:
 
 
 @dataclass(frozen=True, slots=True)
+class Reuse:
+    """What KV a request may be answered with that is no prefix of it.
+
+    ``exact``: none. ``moved``: stored runs of its tokens that stand elsewhere now are moved there, and what
+    depends most on what stands before them is computed again; the answer may change. ``verify``: both, and
+    it is answered with the exact one.
+
+    ``repair``: what is computed again (:func:`ostinato.reuse.blend.parse_repair`). ``max_deviation``: where
+    what is left is estimated to deviate by more, the prompt is computed exactly; ``None``: as the repair has
+    it.
+    """
+
+    mode: ReuseMode = "moved"
+    repair: str = "adaptive"
+    max_deviation: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class GenerationRequest:
     """What a door hands to the runtime: a conversation, or a raw prompt as text or as token ids.
 
@@ -474,6 +543,7 @@ class GenerationRequest:
     from arrival; then an answer ends with what it has (reason "length"), or is refused if that is nothing.
     ``cache_control``: what it says about kept answers.
     ``retention``: a budget for its KV, within which tokens are dropped; ``None``: as the server has it.
+    ``reuse``: what KV that is no prefix may be used; likewise.
     """
 
     prompt: Conversation | str | tuple[int, ...]
@@ -493,3 +563,4 @@ class GenerationRequest:
     deadline_s: float | None = None
     cache_control: CacheControl = CacheControl()
     retention: Retention | None = None
+    reuse: Reuse | None = None

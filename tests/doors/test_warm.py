@@ -21,6 +21,7 @@ from doors.tiny import save_tiny_chat_model
 from ostinato.cli import main
 from ostinato.library import Engine
 from ostinato.warming.background import encode_for
+from ostinato.warming.documents import read_documents
 from ostinato.warming.engine import EngineTarget
 from ostinato.warming.logs import read_log
 from ostinato.warming.plan import choose
@@ -255,3 +256,69 @@ def test_the_default_model_is_warmed_from_bodies_as_openai_has_them(
         reply = engine.chat(talk(0, 0), temperature=0, max_tokens=8)
     assert reply.usage.cached_tokens == expected.first_hits >= 20
     assert reply.text == cold.text
+
+
+DOCUMENTS = {
+    "a.txt": "The serpent is a long horn, bent like a snake, with holes for six fingers. " * 2,
+    "b.md": "The ophicleide has keys, and was played in orchestras of the 1840s. " * 2,
+    "empty.txt": "\n",
+    "picture.png": "not a document",
+}
+
+
+@pytest.fixture
+def documents(tmp_path: Path) -> Path:
+    folder = tmp_path / "documents"
+    folder.mkdir()
+    for name, text in DOCUMENTS.items():
+        (folder / name).write_text(text, encoding="utf-8")
+    return folder
+
+
+def about(documents: list[str], system: str = SYSTEMS[0]) -> list[dict[str, str]]:
+    text = "\n\n".join(documents)
+    return [{"role": "system", "content": system}, {"role": "user", "content": f"{text}\n\nWhat has keys?"}]
+
+
+def test_documents_are_found_in_any_order(folder: Path, documents: Path) -> None:
+    with ostinato.load(folder, kv_cache=1 << 21, block_size=4) as engine:
+        prefixes = read_documents(documents, encode_for(engine.runtime), system=SYSTEMS[0])
+        assert len(prefixes) == 2
+        seen: list[int] = []
+        warmed = warm(prefixes, EngineTarget(engine.runtime, piece_tokens=40, share=0.9), seen.append)
+        assert warmed.end == "done"
+        assert sum(seen) == sum(prefix.new_tokens for prefix in prefixes) == warmed.computed_tokens
+        texts = [DOCUMENTS["b.md"].strip(), DOCUMENTS["a.txt"].strip()]
+        usage = engine.chat(about(texts), **OPTIONS, reuse={"mode": "moved", "repair": "none"}).usage
+        assert usage.reuse is not None
+        # One of them begins where it was computed: that is a prefix.
+        assert usage.cached_tokens > len(texts[0])
+        assert usage.reuse.moved_tokens > len(texts[1]) - 8
+        assert usage.reuse.computed_tokens < 80
+
+
+def test_the_command_warms_a_server_with_documents(served: Served, folder: Path, documents: Path) -> None:
+    system = documents.parent / "system.txt"
+    system.write_text(SYSTEMS[0], encoding="utf-8")
+    options = ("--documents", documents, "--system", system, "--share", "0.9", "--block-size", "4")
+    result = run(*options, folder, "--url", served.url, "--json")
+    assert result.exit_code == 0, result.output
+    said = json.loads(result.stdout)
+    assert (said["documents"], said["end"]) == (2, "done")
+    assert said["computed_tokens"] > sum(map(len, DOCUMENTS.values())) - 40
+    again = run(*options, folder, "--url", served.url)
+    assert "2 of 2 documents all of it" in again.output
+
+
+def test_the_command_says_what_is_missing(documents: Path, log: Path) -> None:
+    for arguments, what in (
+        ((), "LOG"),
+        (("--documents", documents), "--url or --tier"),
+        (("--documents", documents, "a", "b", "--url", "http://127.0.0.1:1"), "unexpected"),
+        ((log, "model", "more"), "unexpected"),
+        ((log, "--system", log), "--documents"),
+        ((documents / "none",), "does not exist"),
+    ):
+        result = run(*arguments)
+        assert result.exit_code == 2
+        assert what in result.output

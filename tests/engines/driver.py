@@ -14,6 +14,8 @@ import numpy as np
 import torch
 
 from ostinato.engines.batching import Batcher, BatchingSettings
+from ostinato.engines.blending import Blender
+from ostinato.engines.rotations import observe_movement
 from ostinato.engines.runners import LoadedModel, PagedRunner, StatefulRunner
 from ostinato.engines.sequence import Sequence, SequenceStats
 from ostinato.events import Observer
@@ -26,6 +28,7 @@ from ostinato.kv.tiers.shared import SharedTier
 from ostinato.kv.transfer import TierLink
 from ostinato.ports import SystemClock
 from ostinato.retention.keeping import Keeping
+from ostinato.reuse.blend import Repair
 from ostinato.types import FinishReason, SamplingParams, TokenLogprob
 
 GREEDY = SamplingParams(temperature=0.0)
@@ -91,12 +94,16 @@ class Harness:
         itl_target_s: float | None = 60.0,
         recall_bytes: int = 0,
         recall_every: int | None = None,
+        moving: bool = False,
     ) -> None:
-        """``folder``: of a lower tier with ``slots`` blocks; ``buffers`` of them may be on their way.
+        """``moving``: sequences may be answered with moved KV. ``folder``: of a lower tier with ``slots``
+        blocks; ``buffers`` of them may be on their way.
 
         Its slots are of one size whatever ``codec`` is, so that engines with different ones can share it.
         """
         self.manager = KVManager(num_blocks, block_size)
+        if moving:
+            loaded.movement = observe_movement(loaded)
         self.loaded = loaded
         self.runner = (
             PagedRunner(loaded, num_blocks * block_size)
@@ -107,7 +114,8 @@ class Harness:
         if recall_bytes:
             assert isinstance(self.runner, PagedRunner)
             self.archives = Archives(self.runner.arena, recall_bytes)
-            self.manager.on_purge = self.archives.clear
+            archives = self.archives
+            self.manager.on_purge.append(lambda selection: archives.clear())
         self.link: TierLink | None = None
         if folder is not None:
             assert isinstance(self.runner, PagedRunner)
@@ -123,6 +131,11 @@ class Harness:
                 max_buffered_bytes=size * buffers,
                 approximate=None if stored.is_exact else ApproximateSlots(arena.num_slots),
             )
+        self.blender: Blender | None = None
+        if moving:
+            self.blender = Blender(self.manager, self.runner, self.link, 100_000)
+            blender = self.blender
+            self.manager.on_purge.append(lambda selection: blender.clear())
         self.batcher = Batcher(
             self.runner,
             self.manager,
@@ -138,6 +151,7 @@ class Harness:
             observer=observer,
             tier_link=self.link,
             archives=self.archives,
+            blender=self.blender,
         )
 
     def submit(
@@ -151,6 +165,8 @@ class Harness:
         stop_tokens: frozenset[int] = frozenset(),
         deadline_s: float = math.inf,
         keeping: Keeping | None = None,
+        repair: Repair | None = None,
+        wants_distribution: bool = False,
     ) -> tuple[Sequence, Collected]:
         sink = Collected(stop_after)
         sequence = Sequence(
@@ -162,6 +178,8 @@ class Harness:
             stop_token_ids=stop_tokens,
             deadline_s=deadline_s,
             keeping=keeping,
+            repair=repair,
+            wants_distribution=wants_distribution,
         )
         self.batcher.submit([sequence])
         return sequence, sink

@@ -19,11 +19,15 @@ soft caps, sinks and windows), summed over the rows and over the query heads of 
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """The token chosen after a sequence's last row. ``error`` is set instead where none could be."""
+    """The token chosen after a sequence's last row. ``error`` is set instead where none could be.
+
+    ``distribution``: where asked for, the natural-log probabilities of all tokens as the model has them.
+    """
 
     token_id: int
     logprob: TokenLogprob | None = None
     error: str | None = None
+    distribution: FloatArray | None = field(default=None, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +93,7 @@ class ModelRunner(Protocol):
         """Make ready to sample for a sequence; ``prompt`` is what penalties count as prompt."""
 
     def execute(self, plan: Plan) -> StepResult:
-        """Do moves and copies, compute all rows, and sample for the sequences that asked."""
+        """Do moves, copies and shifts, compute all rows, and sample for the sequences that asked."""
 
     def deviations(self, sequence: SequencePlan, layer: int) -> Deviations:
         """Run rows up to ``layer`` only, and compare their KV there with what lies in their slots.

@@ -37,10 +37,11 @@ from ..types import (
     num_common,
 )
 from .base import ModelRunner, Sampled, StepResult
+from .blending import Blender
 from .line import Turns, prefixes_first
 from .pace import Pace, Room
 from .recall import begin, choose_anew, offer, save_all
-from .sequence import Sequence, SequenceStats
+from .sequence import Sequence
 from .thinning import thin
 from .worker import Worker
 
@@ -98,11 +99,13 @@ class Batcher:
         sessions: Sessions | None = None,
         tender: Tender | None = None,
         archives: Archives | None = None,
+        blender: Blender | None = None,
     ) -> None:
         """``worker``: the thread to run in, best the one that loaded the model; closed with the batcher.
 
         ``tier_link``: where committed blocks go, and blocks come from that are not in the arena; likewise.
-        ``archives``: where sequences within a budget put what they drop.
+        ``archives``: where sequences within a budget put what they drop; ``blender``: moves KV for those that
+        may be answered with moved KV.
         ``sessions`` hears how sequences end, ``tender`` (closed likewise) works while steps are computed.
         """
         self._runner = runner
@@ -117,6 +120,7 @@ class Batcher:
         self._sessions = sessions
         self._tender = tender
         self._archives = archives
+        self._blender = blender
         self._pace = Pace(self._settings.itl_target_s, keys_a_row=self._info.keys_a_row)
         self._turns = Turns()
         self._copies: list[SlotCopy] = []
@@ -216,7 +220,8 @@ class Batcher:
             # Everyone waits: for room that a lease outside the engine holds, or for the lower tier.
             with self._wake:
                 has_news = self._inbox or any(s.load and s.load.is_done for s in self._waiting)
-                if self._waiting and not has_news and not self._stopping:
+                is_idle = self._waiting or self._running
+                if is_idle and not has_news and not self._stopping:
                     self._wake.wait(_ROOM_POLL_S)
             return
         if self._tender is not None:
@@ -300,7 +305,9 @@ class Batcher:
     def _plan_chunk(self, sequence: Sequence, room: Room, planned: list[tuple[Sequence, int]]) -> None:
         if sequence.num_computed < sequence.num_offered:
             return  # it gets back what it had
-        remaining = sequence.num_tokens - sequence.num_computed
+        if self._blender is not None and not self._blender.go_on(sequence, room, self._copies):
+            return
+        remaining = sequence.num_left
         if sequence.keeping is not None:
             remaining = sequence.keeping.next_rows(
                 sequence.num_computed, sequence.num_tokens, remaining
@@ -323,27 +330,30 @@ class Batcher:
 
     def _plan_rows(self, sequence: Sequence, num_rows: int) -> SequencePlan:
         assert sequence.lease is not None
-        start, end = sequence.num_computed, sequence.num_computed + num_rows
-        numbers, places, num_watched, num_before = np.arange(start, end, dtype=np.int32), None, 0, start
+        numbers = sequence.next_positions(num_rows)
+        first, end = int(numbers[0]), int(numbers[-1]) + 1
+        places, num_watched = None if end - first == num_rows else numbers, 0
         positions, notes_queries = numbers, False
         if (keeping := sequence.keeping) is not None:
             assert sequence.rows is not None
             numbers = np.concatenate([numbers, sequence.rows.probe])
-            num_before, num_watched = keeping.num_places, sequence.rows.num_watched
-            places = np.arange(num_before, num_before + len(numbers), dtype=np.int32)
+            first, num_watched = keeping.num_places, sequence.rows.num_watched
+            places = np.arange(first, first + len(numbers), dtype=np.int32)
             positions = places if keeping.keep.renumbers else numbers
             notes_queries = sequence.rows.notes_queries
+        rows = positions if places is None else places
         return SequencePlan(
             sequence_id=sequence.id,
             tokens=sequence.tokens[numbers],
             positions=positions,
-            slots=sequence.lease.slots(num_before, num_before + len(numbers)),
+            slots=sequence.lease.slots(first, int(rows[-1]) + 1)[rows - first],
             block_ids=sequence.lease.block_ids,
             block_size=self._manager.block_size,
             sample=end == sequence.num_tokens,
             places=places,
             num_watched=num_watched,
             notes_queries=notes_queries,
+            with_distribution=sequence.wants_distribution and not sequence.num_output,
         )
 
     def _thin(self) -> None:
@@ -489,6 +499,8 @@ class Batcher:
             if self._archives is not None:
                 begin(self._archives, self._manager, sequence)
         self._note_exactness(sequence)
+        if self._blender is not None and self._info.reuse:
+            self._blender.begin(sequence, self._notify)
         sequence.copies = ()
         if sequence.started_s is None:
             sequence.started_s = self._clock.monotonic()
@@ -567,6 +579,8 @@ class Batcher:
             if other.keeping is not None and other.keeping.keep.is_drop_certain:
                 continue  # hardly any of it is going to be found
             common = min(num_common(sequence.tokens, other.tokens), usable)
+            if other.blend is not None:
+                common = min(common, other.blend.exact_end)
             if common >= found + self._manager.block_size:
                 return True
         return False
@@ -582,7 +596,7 @@ class Batcher:
                 assert sequence.rows is not None
                 num_rows = sequence.rows.num_rows
                 sequence.keeping.note_rows(sequence.num_computed, sequence.rows, result.mass.get(sequence.id))
-            sequence.num_computed += num_rows
+            sequence.advance(num_rows)
             if was_prefilling:
                 self._commit(sequence)
             if not rows.sample:
@@ -593,7 +607,7 @@ class Batcher:
                 self._finish(sequence, "error", error=EngineError(choice.error))
                 continue
             if sequence.first_token_s is None:
-                sequence.first_token_s = now
+                sequence.first_token_s, sequence.distribution = now, choice.distribution
             self._take_token(sequence, choice)
 
     def _take_token(self, sequence: Sequence, choice: Sampled) -> None:
@@ -638,10 +652,15 @@ class Batcher:
             if self._tier_link is not None:
                 self._tier_link.note_computed(sequence.lease, len(computed), sequence.num_exact)
             sequence.written_tokens += sequence.lease.commit(computed)
+            if self._blender is not None:
+                self._blender.note(sequence.lease, computed)
             if self._tier_link is not None:
                 self._tier_link.offer(sequence.lease, computed, sequence.chain)
 
     def _release(self, sequence: Sequence) -> None:
+        if sequence.blend is not None:
+            sequence.blend.release()
+            sequence.blend = None
         if sequence.lease is not None:
             if sequence.load is None:
                 sequence.lease.release()
@@ -662,26 +681,14 @@ class Batcher:
             if sequence.lease is not None:
                 sequence.lease.note_output(sequence.num_output)
             self._commit(sequence)
+            if self._blender is not None:
+                self._blender.keep(sequence)
             if self._archives is not None:
                 save_all(self._archives, sequence)
         was_kept = sequence.lease is not None and error is None and self._info.reuse
         self._release(sequence)
         self._runner.close(sequence.id)
-        stats = SequenceStats(
-            prompt_tokens=sequence.num_prompt,
-            cached_tokens=sequence.cached_tokens,
-            approximate_tokens=sequence.approximate_tokens,
-            written_tokens=sequence.written_tokens,
-            output_tokens=sequence.num_output,
-            recalled_tokens=sequence.recalled_tokens,
-            loaded_tokens=sequence.loaded_tokens,
-            load_s=sequence.load_s,
-            dropped_tokens=0 if sequence.keeping is None else sequence.keeping.num_dropped,
-            arrived_s=sequence.arrived_s,
-            started_s=sequence.started_s,
-            first_token_s=sequence.first_token_s,
-            finished_s=self._clock.monotonic(),
-        )
+        stats = sequence.stats(self._clock.monotonic())
         told = sequence.sink.on_finish(reason, stop_token, stats, error)
         if was_kept and self._sessions is not None:
             self._sessions.ended(

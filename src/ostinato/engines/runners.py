@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -21,7 +21,7 @@ from transformers import AttentionInterface
 
 from ..kv.arena import Arena, LayerShape
 from ..reuse.rope import Movement, Mover
-from ..types import Plan, SamplingParams, SequencePlan, TokenArray
+from ..types import Plan, SamplingParams, SequencePlan, SlotCopy, SlotShift, TokenArray
 from .attention import LayerRule
 from .base import AttentionMass, Deviations, RunnerInfo, Sampled, StepResult
 from .expected import NUM_LEFT_OUT, QueryStatistics
@@ -107,6 +107,7 @@ class LoadedModel:
 
     ``reuse_reason`` is ``None`` where KV can be cut at a token. Where it cannot, ``keeps_state`` says whether
     transformers' own state can stand for a sequence among others; if not, each step computes all of it.
+    ``movement``: how its KV moves, where that was observed (``engines/rotations.py``).
     """
 
     model: Any
@@ -221,11 +222,18 @@ class _Samplers:
     def open(self, sequence_id: int, prompt: TokenArray, params: SamplingParams) -> None:
         self._samplers[sequence_id] = Sampler(params, prompt, self._vocab_size)
 
-    def sample(self, sequence_ids: list[int], logits: Tensor) -> dict[int, Sampled]:
-        return {
+    def sample(
+        self, sequence_ids: list[int], logits: Tensor, with_distribution: Collection[int] = ()
+    ) -> dict[int, Sampled]:
+        sampled = {
             sequence_id: self._samplers[sequence_id].sample(row)
             for sequence_id, row in zip(sequence_ids, logits, strict=True)
         }
+        for sequence_id in with_distribution:
+            row = logits[sequence_ids.index(sequence_id)].float()
+            whole = torch.log_softmax(row, dim=-1).cpu().numpy()
+            sampled[sequence_id] = replace(sampled[sequence_id], distribution=whole)
+        return sampled
 
     def close(self, sequence_id: int) -> None:
         self._samplers.pop(sequence_id, None)
@@ -268,15 +276,27 @@ class PagedRunner:
                 self._mover.move_each(move)
         for copy in plan.copies:
             self.arena.copy(copy)
+        if plan.shifts:
+            self._shift(plan.shifts)
         if not plan.sequences:
             return StepResult()
         sequences = _at_least_two(plan.sequences)
         step = Step(self.arena, sequences, self._loaded.device)
         logits = _call(self._loaded, sequences, step)
-        sampled = self._samplers.sample([s.sequence_id for s in plan.sequences if s.sample], logits)
+        asking = [s for s in plan.sequences if s.sample]
+        whole = [s.sequence_id for s in asking if s.with_distribution]
+        sampled = self._samplers.sample([s.sequence_id for s in asking], logits, whole)
         self._note_queries([s for s in plan.sequences if s.notes_queries], step)
         watched = [s.sequence_id for s in plan.sequences if s.num_watched]
         return StepResult(sampled, _mass_of(step, watched) if watched else {})
+
+    def _shift(self, shifts: Sequence[SlotShift]) -> None:
+        if self._loaded.movement.reason is None:
+            self._mover.move(shifts)
+            return
+        for shift in shifts:
+            assert not shift.distance, f"moved, but {self._loaded.movement.reason}"
+            self.arena.copy(SlotCopy(shift.source, shift.target, shift.length))
 
     @torch.inference_mode()
     def deviations(self, sequence: SequencePlan, layer: int) -> Deviations:

@@ -14,10 +14,12 @@ from ..kv.loading import Load
 from ..kv.terms import NO_TERMS, Terms
 from ..kv.transfer import Chain
 from ..retention.keeping import Keeping, StepRows
-from ..types import FinishReason, SamplingParams, Session, SlotCopy, TokenArray, TokenLogprob
+from ..reuse.blend import Repair
+from ..types import FinishReason, FloatArray, SamplingParams, Session, SlotCopy, TokenArray, TokenLogprob
 
 if TYPE_CHECKING:
     from ..kv.archive import Archive
+    from .blending import Blend
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +35,10 @@ class SequenceStats:
     recalled_tokens: int
     loaded_tokens: int
     load_s: float
+    moved_tokens: int
+    repaired_tokens: int
+    deviation: float | None
+    is_move_refused: bool
     arrived_s: float
     started_s: float | None
     first_token_s: float | None
@@ -55,12 +61,13 @@ class Sequence:
     """One sequence from arrival to end. Only the engine's thread touches it after ``submit``."""
 
     __slots__ = (
-        "_tokens", "approximate_tokens", "archive", "archive_epoch", "arrived_s", "cached_tokens",
-        "cancelled", "chain", "copies", "deadline_s", "first_token_s", "id", "keeping", "lease", "load",
-        "load_s", "loaded_tokens", "max_new", "namespace", "num_choices", "num_computed", "num_exact",
-        "num_offered", "num_output_asked", "num_overtaken", "num_prompt", "num_tokens", "offers_tools",
-        "params", "recalled_tokens", "rows", "session", "sink", "started_s", "stop_token_ids", "terms",
-        "written_tokens",
+        "_tokens", "approximate_tokens", "archive", "archive_epoch", "arrived_s", "blend", "cached_tokens",
+        "cancelled", "chain", "copies", "deadline_s", "deviation", "distribution", "first_token_s", "id",
+        "is_move_refused", "keeping", "lease", "load", "load_s", "loaded_tokens", "max_new", "moved_tokens",
+        "namespace", "num_choices", "num_computed", "num_exact", "num_offered", "num_output_asked",
+        "num_overtaken", "num_prompt", "num_tokens", "offers_tools", "params", "recalled_tokens", "repair",
+        "repaired_tokens", "rows", "session", "sink", "started_s", "stop_token_ids", "terms",
+        "wants_distribution", "written_tokens",
     )  # fmt: skip
 
     def __init__(
@@ -78,11 +85,16 @@ class Sequence:
         terms: Terms = NO_TERMS,
         deadline_s: float = math.inf,
         keeping: Keeping | None = None,
+        repair: Repair | None = None,
+        wants_distribution: bool = False,
     ) -> None:
         """``deadline_s``: seconds from arrival, after which it ends with what it has.
 
-        ``keeping``: how it stays within a budget of KV that it is going to exceed.
+        ``keeping``: how it stays within a budget of KV that it is going to exceed. ``repair``: it may be
+        answered with moved KV, of which so much is computed again. ``wants_distribution``: of its first
+        token.
         """
+        assert keeping is None or repair is None, "what is moved within a budget is not known"
         assert len(prompt) > 0, "a sequence has at least one token"
         assert max_new_tokens > 0, "a sequence asks for at least one token"
         self.id = -1
@@ -118,6 +130,14 @@ class Sequence:
         self.loaded_tokens = 0  # of the cached ones: from the lower tier
         self.load_s = 0.0  # and what that took
         self.num_output_asked = 0  # of its answer, when it last chose from everything there had been
+        self.repair = repair
+        self.blend: Blend | None = None  # while some of its KV is moved
+        self.moved_tokens = 0
+        self.repaired_tokens = 0  # of the moved ones
+        self.deviation: float | None = None
+        self.is_move_refused = False
+        self.wants_distribution = wants_distribution
+        self.distribution: FloatArray | None = None
         self.rows: StepRows | None = None  # of the step under way, where it is kept within a budget
         self.written_tokens = 0
         self.arrived_s = 0.0
@@ -156,8 +176,11 @@ class Sequence:
         """So many leading tokens may be found by others once they are computed.
 
         Where a prompt is longer than its budget, those that surely stay: the others' blocks are about to be
-        written over. Once tokens were dropped what follows them is no prefix of anything.
+        written over. Once tokens were dropped what follows them is no prefix of anything; nor is what stands
+        behind moved ones.
         """
+        if self.blend is not None:
+            return min(self.num_computed, self.blend.exact_end)
         if self.keeping is None:
             return self.num_computed
         if self.keeping.num_dropped or self.num_offered:
@@ -172,6 +195,60 @@ class Sequence:
     def is_prefilling(self) -> bool:
         """More than its newest token has no KV yet."""
         return self.num_tokens - self.num_computed > 1 or self.num_computed < self.num_prompt
+
+    @property
+    def num_left(self) -> int:
+        """Rows still to compute of what it is so far."""
+        if self.blend is not None and self.blend.num_left:
+            return self.blend.num_left
+        return self.num_tokens - self.num_computed
+
+    def next_positions(self, num_rows: int) -> TokenArray:
+        """Of its next rows; with gaps where KV was moved."""
+        blend = self.blend
+        if blend is not None and blend.num_left:
+            assert blend.rows is not None
+            return blend.rows[blend.num_done : blend.num_done + num_rows]
+        return np.arange(self.num_computed, self.num_computed + num_rows, dtype=np.int32)
+
+    def advance(self, num_rows: int) -> None:
+        """So many rows have their KV."""
+        blend = self.blend
+        if blend is None or not blend.num_left:
+            self.num_computed += num_rows
+            return
+        assert blend.rows is not None
+        blend.num_done += num_rows
+        self.num_computed = int(blend.rows[blend.num_done]) if blend.num_left else self.num_tokens
+
+    def forget_blend(self) -> None:
+        """Nothing of it is moved (any more)."""
+        if self.blend is not None:
+            self.blend.release()
+            self.blend = None
+        self.moved_tokens = self.repaired_tokens = 0
+
+    def stats(self, finished_s: float) -> SequenceStats:
+        """What it cost, now that it has ended."""
+        return SequenceStats(
+            prompt_tokens=self.num_prompt,
+            cached_tokens=self.cached_tokens,
+            approximate_tokens=self.approximate_tokens,
+            written_tokens=self.written_tokens,
+            output_tokens=self.num_output,
+            recalled_tokens=self.recalled_tokens,
+            loaded_tokens=self.loaded_tokens,
+            load_s=self.load_s,
+            moved_tokens=self.moved_tokens,
+            repaired_tokens=self.repaired_tokens,
+            deviation=self.deviation,
+            is_move_refused=self.is_move_refused,
+            dropped_tokens=0 if self.keeping is None else self.keeping.num_dropped,
+            arrived_s=self.arrived_s,
+            started_s=self.started_s,
+            first_token_s=self.first_token_s,
+            finished_s=finished_s,
+        )
 
     def append(self, token_id: int) -> None:
         if self.num_tokens == len(self._tokens):

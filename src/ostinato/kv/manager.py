@@ -150,12 +150,14 @@ class KVManager:
         *,
         hints: RequestHints = NO_HINTS,
         terms: Terms = NO_TERMS,
+        is_counted: bool = True,
     ) -> Lease:
         """Finds the longest cached prefix of ``tokens`` and holds it: one step, which cannot fail.
 
         The hit is exact to the token (stored tokens are compared) and at most ``len(tokens) - 1`` long,
         because the last token's logits are wanted. ``hints`` are for the policy, ``terms`` say for how long
-        and under which name this request's tokens are kept. Emits ``PrefixLookedUp``.
+        and under which name this request's tokens are kept. Emits ``PrefixLookedUp``, unless this is no
+        request's own prefix (``is_counted``).
         """
         data = _as_bytes(tokens)
         self._hear_news()
@@ -170,7 +172,8 @@ class KVManager:
             lease = Lease(self, namespace, match, data[: match.num_tokens * TOKEN_BYTES], hints, terms)
             self._leases.add(lease)
         self._emit_evicted(*expired, "expired")
-        self._emit(PrefixLookedUp(len(tokens), match.num_tokens))
+        if is_counted:
+            self._emit(PrefixLookedUp(len(tokens), match.num_tokens))
         return lease
 
     def peek(self, namespace: Namespace, tokens: TokenArray) -> int:

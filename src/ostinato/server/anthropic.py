@@ -11,6 +11,7 @@ from pydantic import Discriminator, Field, Tag
 from ..errors import MessageTypeError, ParameterError, UnknownModelError
 from ..types import Chunk, Conversation, GenerationRequest, Message, SamplingParams, ToolCall, Usage
 from .breakpoints import Breakpoints
+from .extras import ReuseChoice, reuse_object, reuse_wanted
 from .fields import MAX_SHOWN_CHARS, MAX_STOPS, StopString, Wire, text_or_list
 from .sampling import check_max_tokens, namespace_salt, unsupported
 from .sessions import SessionGiven, session_of
@@ -85,6 +86,7 @@ class MessagesRequest(Wire):
     output_config: dict[str, Any] | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
     session: SessionGiven | None = None
+    reuse: ReuseChoice | None = None
 
     metadata: Any = None
     service_tier: Any = None
@@ -142,6 +144,7 @@ class MessagesRequest(Wire):
             request_id=request_id,
             is_warming=self.is_prewarm,
             session=session_of(self.session),
+            reuse=reuse_wanted(self.reuse),
         )
 
 
@@ -274,7 +277,7 @@ class MessageWriter:
         if chunk.finish_reason is not None:
             assert chunk.usage is not None, "the last piece of one choice has usage"
             yield from self._close()
-            usage = self._breakpoints.usage_object(chunk.usage)
+            usage = self._usage_object(chunk.usage)
             yield {"type": "message_delta", "delta": _stop_fields(chunk), "usage": usage}
             yield {"type": "message_stop"}
 
@@ -299,7 +302,7 @@ class MessageWriter:
 
     def whole(self, usages: Sequence[Usage]) -> Json:
         assert self._last is not None, "an answer that never finished"
-        usage = self._breakpoints.usage_object(usages[0])
+        usage = self._usage_object(usages[0])
         if self._is_prewarm:
             usage["output_tokens"] = 0
             return self._message([], "max_tokens", usage)
@@ -308,6 +311,13 @@ class MessageWriter:
 
     def usage_event(self, usages: Sequence[Usage]) -> Json:
         raise AssertionError("the usage of a message stands in its last events")
+
+    def _usage_object(self, usage: Usage) -> Json:
+        """Anthropic's, and beside it where moved KV was used."""
+        said = self._breakpoints.usage_object(usage)
+        if usage.reuse is not None:
+            said["reuse"] = reuse_object(usage.reuse, usage.cached_tokens)
+        return said
 
     def _message(self, content: list[Json], stop_reason: str | None, usage: Json) -> Json:
         return {

@@ -16,6 +16,7 @@ from .extras import (
     extras_object,
     pinned_messages,
     remarks_object,
+    reuse_wanted,
     trim_rules,
 )
 from .fields import MAX_SHOWN_CHARS, Wire, text_or_list
@@ -174,6 +175,7 @@ class ChatRequest(SamplingFields):
             canonical=self.canonical is not False,
             session=session_of(self.session),
             retention=self.retention_wanted(),
+            reuse=reuse_wanted(self.reuse),
         )
 
 

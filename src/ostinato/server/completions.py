@@ -11,7 +11,7 @@ from pydantic import Discriminator, Field, Tag
 
 from ..errors import ParameterError
 from ..types import Chunk, GenerationRequest, TokenLogprob, Usage
-from .extras import extras_object, remarks_object
+from .extras import extras_object, remarks_object, reuse_wanted
 from .fields import TokenId
 from .sampling import MAX_LOGPROBS, SamplingFields, check_max_tokens, namespace_salt, unsupported
 from .sessions import session_of
@@ -96,6 +96,7 @@ class CompletionRequest(SamplingFields):
                 request_id=request_id if len(prompts) == 1 else f"{request_id}-{index}",
                 session=session_of(self.session),
                 retention=self.retention_wanted(),
+                reuse=reuse_wanted(self.reuse),
             )
             for index, prompt in enumerate(prompts)
         )

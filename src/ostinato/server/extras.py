@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import Discriminator, Field, Tag
 
-from ..types import PromptUse, TrimRules, Usage
+from ..types import PromptUse, Reuse, Reused, ReuseMode, TrimRules, Usage
 from .fields import Wire
 from .wire import Json, timings_object
 
@@ -61,6 +61,48 @@ def pinned_messages(choice: Strategy | TrimFields | None) -> tuple[int, ...]:
     return tuple(choice.pinned or ()) if isinstance(choice, TrimFields) else ()
 
 
+class ReuseFields(Wire):
+    """What KV that is no prefix may be used, in full. What is left out is as in
+    :class:`~ostinato.types.Reuse`."""
+
+    mode: ReuseMode
+    repair: Annotated[str, Field(max_length=64)] | None = None
+    max_deviation: Annotated[float, Field(ge=0)] | None = None
+
+
+ReuseChoice = Annotated[
+    Annotated[ReuseMode, Tag("<text>")] | Annotated[ReuseFields, Tag("<object>")],
+    Discriminator(_text_or_object),
+]
+
+
+def reuse_wanted(choice: ReuseMode | ReuseFields | None) -> Reuse | None:
+    """What a request asks for; ``None``: the operator's."""
+    if choice is None:
+        return None
+    return Reuse(choice) if isinstance(choice, str) else Reuse(**choice.model_dump(exclude_none=True))
+
+
+def reuse_object(reuse: Reused, prefix_tokens: int) -> Json:
+    """Where the KV of a prompt came from, and how far from exact it is."""
+    said: Json = {
+        "mode": reuse.mode,
+        "prefix_tokens": prefix_tokens,
+        "moved_tokens": reuse.moved_tokens,
+        "repaired_tokens": reuse.repaired_tokens,
+        "computed_tokens": reuse.computed_tokens,
+        "deviation": None if reuse.deviation is None else round(reuse.deviation, 6),
+        "refused": reuse.is_refused,
+    }
+    if (verified := reuse.verified) is not None:
+        said["verified"] = {
+            "kl": verified.kl,
+            "first_difference": verified.first_difference,
+            "compared_tokens": verified.num_compared,
+        }
+    return said
+
+
 def remarks_object(usages: Sequence[Usage]) -> Json:
     """What became of the prompt on its way to the model; empty where all of it is there as it came.
 
@@ -86,6 +128,8 @@ def remarks_object(usages: Sequence[Usage]) -> Json:
                 "dropped_tokens": sum(u.dropped_tokens for u in usages),
                 "recalled_tokens": sum(u.recalled_tokens for u in usages),
             }
+        if (reuse := usage.reuse) is not None:
+            remarks["reuse"] = reuse_object(reuse, usage.cached_tokens)
         if usage.kept_tokens:
             remarks["kept_tokens"] = usage.kept_tokens
         if (trim := usage.trimmed) is not None:

@@ -11,6 +11,7 @@ from pydantic import Discriminator, Field, Tag
 from ..errors import ParameterError, UnknownModelError
 from ..kv.terms import tenant_id, tenant_salt
 from ..types import Retention, SamplingParams
+from .extras import ReuseChoice
 from .fields import MAX_SHOWN_CHARS, MAX_TOKEN_ID, Stop, TokenId, Wire
 from .sessions import SessionGiven
 
@@ -76,6 +77,8 @@ class SamplingFields(Wire):
     entities: bool | None = None
     pinned_text: Annotated[list[PinnedText], Field(max_length=256)] | None = None
     renumber: bool | None = None
+
+    reuse: ReuseChoice | None = None
 
     metadata: Any = None
     prompt_cache_key: Any = None

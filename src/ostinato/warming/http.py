@@ -78,6 +78,8 @@ class HttpTarget:
             "max_tokens": 1,
             "temperature": 0,
         }
+        if self.num_blocks is not None:  # ours: what is kept has to be exact, whatever its requests are
+            body["reuse"] = "exact"
         if prefix.cache_salt:
             body["cache_salt"] = prefix.cache_salt
         usage = self._ask("POST", "/v1/completions", body).json().get("usage") or {}
