@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 MAKEFLAGS += --no-print-directory
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: help setup run demo test check format docs bench bench-engine bench-assembly bench-matching bench-moving bench-observe bench-reuse bench-peers bench-prefix bench-serve bench-policies bench-responses bench-tiers bench-codecs bench-dashboard bench-retention bench-gateway bench-planner soak soak-tier bench-tenants soak-sim screenshots lock clean
+.PHONY: help setup run demo test check format docs bench bench-engine bench-assembly bench-matching bench-moving bench-observe bench-reuse bench-peers bench-prefix bench-serve bench-policies bench-responses bench-tiers bench-codecs bench-dashboard bench-retention bench-retention-oneshot bench-gateway bench-planner soak soak-tier bench-tenants soak-sim screenshots lock clean
 
 help:  ## Show this
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  %-14s %s\n", $$1, $$2}'
@@ -60,6 +60,9 @@ bench-codecs: setup  ## KV in fewer bits: size, speed, and what it does to answe
 
 bench-retention: setup  ## What a KV budget does to answers, method by method; in parts of 20 minutes
 	$(BIN)/python benchmarks/retention.py
+
+bench-retention-oneshot: setup  ## What methods keep that drop once, knowing all; what uneven budgets gain; 10 minutes
+	$(BIN)/python benchmarks/retention_oneshot.py
 
 soak-tier: setup  ## Five minutes of eight processes on one shared tier, with kills, quotas and purges
 	rm -rf build/soak && $(BIN)/python tests/kv/tiers/soak.py build/soak --seconds 300

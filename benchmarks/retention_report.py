@@ -27,7 +27,7 @@ def wilson(mean: float, count: int) -> tuple[float, float]:
     z, share = 1.96, min(1.0, max(0.0, mean))
     middle = (share + z * z / (2 * count)) / (1 + z * z / count)
     half = z / (1 + z * z / count) * math.sqrt(share * (1 - share) / count + z * z / (4 * count * count))
-    return round(middle - half, 3), round(middle + half, 3)
+    return round(max(0.0, middle - half), 3), round(min(1.0, middle + half), 3)
 
 
 def solved_share(scores: Sequence[float]) -> float:
