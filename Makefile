@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 MAKEFLAGS += --no-print-directory
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: help setup run demo test check format docs bench bench-engine bench-assembly bench-matching bench-moving bench-observe bench-reuse bench-peers bench-prefix bench-serve bench-policies bench-responses bench-tiers bench-codecs bench-dashboard bench-retention bench-retention-oneshot bench-gateway bench-planner soak soak-tier bench-tenants soak-sim screenshots lock clean
+.PHONY: help setup run demo test check format docs bench bench-engine bench-assembly bench-matching bench-moving bench-observe bench-reuse bench-peers bench-prefix bench-serve bench-policies bench-responses bench-semantic bench-tiers bench-codecs bench-dashboard bench-retention bench-retention-oneshot bench-gateway bench-planner soak soak-tier bench-tenants soak-sim screenshots lock clean
 
 help:  ## Show this
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  %-14s %s\n", $$1, $$2}'
@@ -108,6 +108,9 @@ bench-dashboard: setup  ## What the dashboard costs, and how large its picture o
 
 screenshots: setup  ## Make the pictures of docs/dashboard.md (two minutes; needs Chromium)
 	$(BIN)/python tests/dashboard/screenshots.py
+
+bench-semantic: setup  ## What the semantic cache serves, and what it serves wrongly
+	$(BIN)/python benchmarks/semantic.py
 
 bench-serve: setup  ## What the server adds to the engine
 	$(BIN)/python benchmarks/serve.py

@@ -23,3 +23,13 @@ def default_model_path() -> Path:
     settings = Settings.from_environment(os.environ)
     assert settings.store is not None
     return fetch(settings.model, ModelStore(settings.store), progress=None).path
+
+
+@pytest.fixture(scope="session")
+def embedder_path() -> Path:
+    """The folder of the default embedder (fetched on first use)."""
+    from ostinato.models.embedder import DEFAULT_EMBEDDER, fetch_embedder
+
+    settings = Settings.from_environment(os.environ)
+    assert settings.store is not None
+    return fetch_embedder(DEFAULT_EMBEDDER, ModelStore(settings.store)).path

@@ -27,7 +27,7 @@ from .config import Settings, parse_size, tame_waiting_threads
 from .errors import ClientError, OstinatoError
 from .kv.codecs.spec import is_lossy
 from .kv.policy_names import POLICY_NAMES
-from .responses.control import ANSWERS_FOR
+from .responses.control import ANSWERS_FOR, HISTORIES, SEMANTIC_FOR
 from .retention.methods import METHOD_NAMES
 from .types import REUSE_MODES
 
@@ -194,6 +194,19 @@ def _settings(model: str | None, **options: Any) -> Settings:
 @click.option("--answers-for", type=click.Choice(ANSWERS_FOR), help="Whose answers to keep and give.")
 @click.option("--answers-bytes", type=Size(), help="What they may take.")
 @click.option("--answers-ttl", type=float, help="Seconds for which an answer is kept.")
+@click.option(
+    "--semantic",
+    type=click.Choice(SEMANTIC_FOR),
+    help="Whom to give kept answers of questions that mean the same; they may be wrong.",
+)
+@click.option("--semantic-budget", type=float, help="Share of near misses that may be answered wrongly.")
+@click.option(
+    "--semantic-history",
+    type=click.Choice(HISTORIES),
+    help="Earlier turns of a conversation: the same, or meaning the same.",
+)
+@click.option("--semantic-checks", type=float, help="Share of such answers to ask the model for as well.")
+@click.option("--embedder", help="What finds near questions: a name, a folder, or MODEL@URL.")
 @click.option("--tenant-answers", type=Size(), help="What each API key or salt may keep of --answers-bytes.")
 @click.option(
     "--kv-budget", help="KV of each request: 2048 (tokens), 50% (of the prompt), 64MiB; may change answers."
@@ -257,6 +270,11 @@ def serve(model: str | None, **options: Any) -> None:
         if (reason := runtime.info.movement_reason) is not None:
             click.secho(f"This model's KV is right at its own position only: {reason}.", fg="yellow")
 
+    if settings.semantic != "off":
+        share = f"{settings.semantic_budget:.1%}"
+        text = f"Questions may get the answer of others that mean the same; budget for near misses: {share}."
+        click.secho(text, fg="yellow")
+
     warming = _warming(runtime, settings)
 
     def ready(url: str) -> None:
@@ -275,7 +293,8 @@ def serve(model: str | None, **options: Any) -> None:
     )
     try:
         answers = None if front is None else front.exact
-        run_server(create_app(front or runtime, wire, runtime, answers), wire, ready)
+        rated = None if front is None else front.rated
+        run_server(create_app(front or runtime, wire, runtime, answers, rated), wire, ready)
     except OSError as error:
         raise click.ClickException(
             f"cannot listen on {settings.host}:{settings.port}: {error.strerror}; choose another --port"

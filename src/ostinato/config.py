@@ -14,7 +14,7 @@ from typing import Any, Self, cast
 from .errors import ParameterError
 from .kv.codecs.spec import is_lossy
 from .kv.policy_names import POLICY_NAMES
-from .responses.control import ANSWERS_FOR
+from .responses.control import ANSWERS_FOR, HISTORIES, SEMANTIC_FOR
 from .retention.budgets import parse_budget
 from .retention.methods import DEFAULT_METHOD, method_by_name
 from .reuse.blend import parse_repair
@@ -112,6 +112,15 @@ class Settings:
         answers_ttl: seconds for which an answer is kept; ``None``: as long as there is room.
         answers_key: secret to encrypt them with; ``None``: they are not.
         tenant_answers: what each tenant may keep of ``answers_bytes``; ``None``: all.
+        semantic: who is given kept answers of questions that mean the same, which may be wrong: nobody
+            (``off``), requests that ask for it (``asked``), or all that answers are kept for (``all``).
+        semantic_budget: the share of near misses that may be answered wrongly, such as 0.01.
+        semantic_history: whether a conversation has to be the same before its last message (``exact``), or to
+            mean the same turn by turn (``guarded``).
+        semantic_checks: the share of such answers that the model is asked for as well, to compare.
+        embedder: what finds near questions: ``all-minilm-l6-v2``, a folder with an encoder of that kind, or
+            ``MODEL@http://…``, an endpoint that speaks OpenAI's embeddings (key: ``OSTINATO_EMBEDDER_KEY``).
+        embedder_key: the key of such an endpoint.
         drain_timeout: seconds that running requests get at shutdown.
         anthropic_rules: a model of Anthropic's by whose cache rules ``/v1/messages`` counts, to test clients
             against; ``None``: what was really read and written.
@@ -176,6 +185,12 @@ class Settings:
     answers_ttl: float | None = None
     answers_key: str | None = None
     tenant_answers: int | None = None
+    semantic: str = "off"
+    semantic_budget: float = 0.01
+    semantic_history: str = "exact"
+    semantic_checks: float = 0.0
+    embedder: str = "all-minilm-l6-v2"
+    embedder_key: str | None = None
     drain_timeout: float = 30.0
     anthropic_rules: str | None = None
     pin_breakpoints: bool = False
@@ -277,11 +292,21 @@ class Settings:
             parse_budget(self.kv_budget)
         if self.cache_ttl is not None and not self.cache_ttl >= 1:
             raise ParameterError("cache_ttl must be at least 1 second", param="cache_ttl")
-        if self.answers_for not in ANSWERS_FOR:
+        for name, known in (
+            ("answers_for", ANSWERS_FOR),
+            ("semantic", SEMANTIC_FOR),
+            ("semantic_history", HISTORIES),
+        ):
+            if (given := getattr(self, name)) not in known:
+                raise ParameterError(f"{name} is {given!r}; it may be {', '.join(known)}", param=name)
+        if self.semantic != "off" and not self.answers:
             raise ParameterError(
-                f"answers_for is {self.answers_for!r}; it may be {', '.join(ANSWERS_FOR)}",
-                param="answers_for",
+                "semantic needs a place where answers are kept: set answers, too", param="semantic"
             )
+        if not 0.0025 <= self.semantic_budget <= 0.1:
+            raise ParameterError("semantic_budget must be between 0.0025 and 0.1", param="semantic_budget")
+        if not 0 <= self.semantic_checks <= 1:
+            raise ParameterError("semantic_checks must be between 0 and 1", param="semantic_checks")
         for name in ("itl_target_ms", "deadline", "answers_ttl"):
             if (limit := getattr(self, name)) is not None and not limit > 0:
                 raise ParameterError(f"{name} must be above 0", param=name)

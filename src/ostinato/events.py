@@ -161,6 +161,25 @@ class AnswerMissed:
     reason: AnswerMiss
 
 
+@dataclass(frozen=True, slots=True)
+class SemanticLookedUp:
+    """A question came by the semantic cache. ``outcome``: ``served``, or in a word or two why not: the guard
+    that refused, ``score``, ``nothing near``, ``high risk``, ``to be checked``, ``switched off`` …
+    """
+
+    outcome: str
+    duration_s: float
+    similarity: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class SemanticChecked:
+    """What a semantic answer was worth, by a check (the model was asked as well) or by feedback."""
+
+    source: Literal["check", "feedback"]
+    is_right: bool
+
+
 # ---------------------------------------------------------------- what is told of a request
 
 
@@ -268,5 +287,7 @@ Event: TypeAlias = (
     | AnswerFiled
     | AnswerMissed
     | MoveVerified
+    | SemanticLookedUp
+    | SemanticChecked
 )
 Observer: TypeAlias = Callable[[Event], None]

@@ -27,27 +27,26 @@ from .responses.chunks import is_whole
 from .responses.control import AnswersFor
 from .responses.digest import request_key
 from .responses.exact import Asked, Exact, Found, Joined, Missing
+from .responses.semantic import Sought
+from .responses.semantic_chats import Alike
 from .runtime import Health, Prepared, Runtime
 from .types import Chunk, Conversation, GenerationRequest, Served, Session, Usage
-
-
-@dataclass(frozen=True, slots=True)
-class Alike:
-    """A kept answer to a question that is held to mean the same."""
-
-    chunks: Sequence[Chunk]
-    served: Served
 
 
 class SecondCache(Protocol):
     """What may know an answer where no equal request was answered. It decides itself whom it serves."""
 
-    def find(self, request: GenerationRequest, asked: Asked | None, /) -> Alike | None:
-        """Called in the thread that prepares a request. ``asked`` ``None``: the exact cache has no part in
-        it."""
+    def find(
+        self, request: GenerationRequest, asked: Asked, name: Callable[[GenerationRequest], bytes], /
+    ) -> Alike | Sought[Chunk] | None:
+        """Called in the thread that prepares a request. ``name`` gives the exact cache's key of another
+        request that all else is equal for. ``None``: it has no part in this one."""
 
-    def file(self, request: GenerationRequest, asked: Asked | None, chunks: Sequence[Chunk], /) -> None:
+    def file(self, sought: Sought[Chunk], chunks: Sequence[Chunk], /) -> None:
         """A whole answer that was computed. Called in the engine's thread: must neither wait nor raise."""
+
+    def feedback(self, entry_id: str, is_good: bool, tenant: str | None = None, /) -> bool:
+        """What somebody thought of an answer of that tenant; false where there is no such."""
 
     def close(self) -> None: ...
 
@@ -62,6 +61,7 @@ class Ready:
     found: Found[Chunk] | Joined[Chunk] | Alike | Missing
     prepared: Prepared | None
     arrived_s: float
+    sought: Sought[Chunk] | None = None
 
 
 class FrontHandle:
@@ -122,16 +122,20 @@ class Front:
             ClientError: what is wrong with the request, by name.
         """
         arrived_s = self._clock.monotonic()
-        asked, prepared = self._asked(request)
+        asked, prepared, name = self._asked(request)
         found: Found[Chunk] | Joined[Chunk] | Alike | Missing = Missing()
+        sought: Sought[Chunk] | None = None
         if asked is not None:
             found = self.exact.find(asked)
-        if isinstance(found, Missing):
-            if self.second is not None and not request.is_warming:
-                found = self.second.find(request, asked) or found
-            if isinstance(found, Missing) and prepared is None:
-                prepared = self.runtime.prepare(request)
-        return Ready(request, asked, found, prepared, arrived_s)
+            if self.second is not None and isinstance(found, Missing):
+                like = self.second.find(request, asked, name)
+                if isinstance(like, Alike):
+                    found = like
+                else:
+                    sought = like
+        if isinstance(found, Missing) and prepared is None:
+            prepared = self.runtime.prepare(request)
+        return Ready(request, asked, found, prepared, arrived_s, sought)
 
     def num_prompt_tokens(self, request: GenerationRequest) -> int:
         """As :meth:`~ostinato.runtime.Runtime.num_prompt_tokens`."""
@@ -181,27 +185,33 @@ class Front:
 
     # ------------------------------------------------------------ inside
 
-    def _asked(self, request: GenerationRequest) -> tuple[Asked | None, Prepared | None]:
-        """What the exact cache is asked; ``None`` where it has no part in it."""
-        control = request.cache_control
+    def _asked(
+        self, request: GenerationRequest
+    ) -> tuple[Asked | None, Prepared | None, Callable[[GenerationRequest], bytes]]:
+        """What the exact cache is asked (``None`` where it has no part in it), and what names requests."""
+
+        def name(other: GenerationRequest) -> bytes:
+            return request_key(identity, other, *more)
+
+        control, identity, more = request.cache_control, dict[str, str](), list[bytes]()
         if request.is_warming or not (control.read or control.store) or not self._serves(request):
-            return None, None
-        runtime, more, prepared = self.runtime, list[bytes](), None
+            return None, None, name
+        runtime, prepared = self.runtime, None
         if (use := request.named_prompt) is not None:
             messages = runtime.prompts.fill(use.name, use.variables)
             more.append(repr(messages).encode("utf-8", "surrogatepass"))
         if isinstance(request.prompt, Conversation) and reads_clock(runtime.template):
             prepared = runtime.prepare(request)  # the prompt says what time it is
             more.append(prepared.tokens.tobytes())
-        identity = {
+        identity |= {
             "namespace": runtime.assembler.namespace.digest,
             "revision": runtime.revision,
             "habits": self._habits,
         }
         try:
-            key = request_key(identity, request, *more)
+            key = name(request)
         except ValueError:
-            return None, prepared
+            return None, prepared, name
         tenant = tenant_of(request.salt)
         ttl_s = inf if request.cache_ttl_s is None else request.cache_ttl_s
         asked = Asked(
@@ -214,7 +224,7 @@ class Front:
             # A deadline counts from one's own arrival: nobody's answer is cut short by another's.
             may_join=request.deadline_s is None and runtime.deadline_s == inf,
         )
-        return asked, prepared
+        return asked, prepared, name
 
     def _serves(self, request: GenerationRequest) -> bool:
         if request.cache_control.asked or self._answers_for == "all":
@@ -226,8 +236,6 @@ class Front:
         assert ready.prepared is not None, "a request that is neither answered nor prepared"
         if not ready.request.is_warming:
             self._say(ready, "bypass", None, 0, len(ready.prepared.tokens))
-        if self.second is not None and not ready.request.is_warming:
-            deliver = self._filing(ready, deliver)
         return FrontHandle("bypass", None, self.runtime.start(ready.prepared, deliver))
 
     def _call(self, ready: Ready) -> Callable[[Callable[[Chunk], None]], Cancellable]:
@@ -238,25 +246,11 @@ class Front:
     def _fit(self, ready: Ready) -> Callable[[Sequence[Chunk]], bool]:
         def is_fit(chunks: Sequence[Chunk]) -> bool:
             is_fit = is_whole(chunks, ready.request)
-            if is_fit and self.second is not None:
-                self.second.file(ready.request, ready.asked, chunks)
+            if is_fit and self.second is not None and ready.sought is not None:
+                self.second.file(ready.sought, chunks)
             return is_fit
 
         return is_fit
-
-    def _filing(self, ready: Ready, deliver: Callable[[Chunk], None]) -> Callable[[Chunk], None]:
-        """``deliver``, and the second cache gets what was delivered."""
-        chunks: list[Chunk] = []
-        second = self.second
-        assert second is not None, "nobody to file it"
-
-        def sink(chunk: Chunk) -> None:
-            chunks.append(chunk)
-            deliver(chunk)
-            if chunk.usage is not None and is_whole(chunks, ready.request):
-                second.file(ready.request, ready.asked, chunks)
-
-        return sink
 
     def _retimed(
         self, ready: Ready, served: Served, deliver: Callable[[Chunk], None]
@@ -309,6 +303,11 @@ class Front:
     @property
     def observers(self) -> list[Observer]:
         return self.runtime.observers
+
+    @property
+    def rated(self) -> SecondCache | None:
+        """What learns from feedback, if anything does."""
+        return self.second
 
     def tell_session(self, session: Session, salt: str = "") -> bool:
         return self.runtime.tell_session(session, salt)

@@ -121,7 +121,8 @@ class Engine:
 
     Where answers are kept (the setting ``answers``), ``cache_control`` takes what HTTP has in a header of
     that name (``"no-store"``, ``"no-cache"``, ``"max-age=60"``) and ``cache_answer`` says whether to give and
-    keep this one: ``True`` also where it is drawn. What was found stands in ``usage.served``.
+    keep this one: ``True`` also where it is drawn, ``"semantic"`` also that of a question that means the same
+    (within one ``cache_namespace``), ``"exact"`` never that. What was found stands in ``usage.served``.
     """
 
     def __init__(self, runtime: Runtime, front: Front | None = None) -> None:
@@ -265,6 +266,16 @@ class Engine:
         entry_id = answer if isinstance(answer, str) else "" if served is None else served.entry_id
         return self.front is not None and self.front.exact.forget(entry_id)
 
+    def rate(self, answer: Reply | str, *, is_good: bool) -> bool:
+        """What you think of a semantic answer, by the reply or its id; the cache learns from it.
+
+        False where there is no such answer (any more).
+        """
+        served = answer.usage.served if isinstance(answer, Reply) else None
+        entry_id = answer if isinstance(answer, str) else "" if served is None else served.entry_id
+        second = None if self.front is None else self.front.second
+        return second is not None and second.feedback(entry_id, is_good)
+
     def cache_summary(self) -> CacheSummary:
         """What is kept now, and for whom."""
         return self.runtime.cache_summary()
@@ -306,7 +317,11 @@ class Engine:
         if isinstance(session, str):
             session = Session(session)
         salt = options.pop("salt", "")
-        control = _cache_control(options.pop("cache_control", None), options.pop("cache_answer", None))
+        control = _cache_control(
+            options.pop("cache_control", None),
+            options.pop("cache_answer", None),
+            options.pop("cache_namespace", ""),
+        )
         retention = _retention(options)
         reuse = _reuse(options.pop("reuse", None))
         known = {item.name for item in fields(SamplingParams)}
@@ -399,17 +414,26 @@ def _raw_prompt(given: str | SequenceOf[int]) -> str | tuple[int, ...]:
         ) from None
 
 
-def _cache_control(given: Any, asked: Any) -> CacheControl:
+def _cache_control(given: Any, asked: Any, namespace: Any) -> CacheControl:
     """As it may be written: rules, or the text of a header, and beside it whether it is asked for."""
+    semantic = {"semantic": True, "exact": False}.get(asked) if isinstance(asked, str) else None
+    if semantic is not None:
+        asked = True
     if not isinstance(asked, bool | None):
-        raise ParameterError("cache_answer must be true or false", param="cache_answer", code="invalid_type")
+        raise ParameterError(
+            "cache_answer must be true, false, 'exact' or 'semantic'",
+            param="cache_answer",
+            code="invalid_type",
+        )
+    if not isinstance(namespace, str):
+        raise ParameterError("cache_namespace must be text", param="cache_namespace", code="invalid_type")
     if isinstance(given, CacheControl):
         return given
     if not isinstance(given, str | None):
         raise ParameterError(
             "cache_control must be text or rules", param="cache_control", code="invalid_type"
         )
-    return read_cache_control(given, asked)
+    return read_cache_control(given, asked, semantic=semantic, namespace=namespace)
 
 
 def _conversation(

@@ -30,6 +30,8 @@ from .events import (
     RequestFinished,
     RequestServed,
     ReuseLayer,
+    SemanticChecked,
+    SemanticLookedUp,
     StepFinished,
     TierLoaded,
     reuse_of,
@@ -163,6 +165,9 @@ class PrometheusObserver:
         self._answers_filed = counter(known.ANSWERS_FILED)
         self._answer_age = histogram(known.ANSWER_AGE)
         self._row_s = 0.0  # what a row of a prompt took of late
+        self._semantic = counter(known.SEMANTIC)
+        self._semantic_time = histogram(known.SEMANTIC_TIME)
+        self._semantic_checks = counter(known.SEMANTIC_CHECKS)
 
     def __call__(self, event: Event) -> None:
         match event:
@@ -203,6 +208,11 @@ class PrometheusObserver:
                 self._moved_off.set(event.is_off)
             case AnswerFiled():
                 self._answers_filed.labels(event.fate).inc()
+            case SemanticLookedUp():
+                self._semantic.labels(event.outcome).inc()
+                self._semantic_time.observe(event.duration_s)
+            case SemanticChecked():
+                self._semantic_checks.labels(event.source, "right" if event.is_right else "wrong").inc()
 
     def _request_finished(self, event: RequestFinished) -> None:
         if event.request is not None and event.request.is_warming:

@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from math import inf
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from random import Random
+from typing import TYPE_CHECKING, TypeVar, cast
 
 from .config import Settings
+from .errors import ParameterError
+from .events import Observer
 from .front import Front
 from .ports import Clock
 from .responses.chunks import ChunkForm
-from .responses.control import AnswersFor
-from .responses.exact import Exact
+from .responses.control import AnswersFor, SemanticFor
+from .responses.exact import Exact, Form
+from .responses.semantic_chats import SemanticChats, text_of
 from .responses.stores.base import Limits, Store
 from .responses.stores.envelope import Envelope
 from .runtime import Runtime
 
 if TYPE_CHECKING:
     from .gateway.answers import KeptAnswers
+    from .responses.likeness.judge import Judge
+    from .responses.semantic import Semantic
+
+P = TypeVar("P")
 
 IN_MEMORY = "memory"
 _POSTGRES = ("postgresql://", "postgres://")
@@ -57,8 +65,11 @@ def kept_answers(settings: Settings, clock: Clock) -> KeptAnswers | None:
     """What stands before a gateway's upstreams; its ``exact`` is to be closed. ``None``: no answers are kept.
 
     Raises:
+        ParameterError: it was asked to give answers of other questions.
         StoreError: the store cannot be opened.
     """
+    if settings.semantic != "off":
+        raise ParameterError("a gateway does not compare questions: leave semantic off", param="semantic")
     if not settings.answers:
         return None
     from .gateway.answers import KeptAnswers, PassedForm
@@ -67,6 +78,61 @@ def kept_answers(settings: Settings, clock: Clock) -> KeptAnswers | None:
     exact = Exact(store, PassedForm(), clock, ttl_s=_ttl_s(settings))
     answers_for = cast(AnswersFor, settings.answers_for)
     return KeptAnswers(exact, answers_for=answers_for, ttl_of=_ttl_of(settings))
+
+
+def _judge(settings: Settings) -> Judge | None:
+    """What decides whether questions mean the same, where that is asked for; fetches the embedder.
+
+    Raises:
+        ModelError: it cannot be had.
+    """
+    if settings.semantic == "off":
+        return None
+    from .models.embedder import DEFAULT_EMBEDDER, fetch_embedder
+    from .models.store import ModelStore
+    from .responses.embed.minilm import MiniLM
+    from .responses.likeness.judge import Judge
+
+    assert settings.store is not None, "settings without a model store"
+    name = DEFAULT_EMBEDDER if "@" in settings.embedder else settings.embedder
+    model = fetch_embedder(name, ModelStore(settings.store), offline=settings.offline)
+    return Judge(MiniLM(model.path, model.weights_digest), budget=settings.semantic_budget)
+
+
+def _semantic(
+    settings: Settings,
+    store: Store,
+    form: Form[P],
+    judge: Judge,
+    clock: Clock,
+    text_of: Callable[[Sequence[P]], str],
+    observer: Observer = lambda event: None,
+) -> Semantic[P]:
+    assert settings.answers, "no store was asked for"
+    from .responses.embed.base import Embedder, MemoEmbedder
+    from .responses.embed.remote import RemoteEmbedder
+    from .responses.semantic import Semantic, SemanticSettings
+
+    embedder: Embedder | None = None
+    if "@" in settings.embedder:
+        name, _, url = settings.embedder.partition("@")
+        embedder = MemoEmbedder(RemoteEmbedder(url, name, key=settings.embedder_key))
+    folder = None
+    if is_file(settings.answers) and settings.answers_key is None:  # vectors tell of what was asked
+        folder = Path(f"{Path(settings.answers).expanduser()}-indexes")
+    return Semantic(
+        store,
+        form,
+        judge,
+        clock,
+        text_of=text_of,
+        chance=Random().random,
+        settings=SemanticSettings(check_share=settings.semantic_checks),
+        embedder=embedder,
+        ttl_s=_ttl_s(settings),
+        folder=folder,
+        observer=observer,
+    )
 
 
 def _ttl_s(settings: Settings) -> float:
@@ -87,21 +153,30 @@ def with_answers(
 
     Raises:
         StoreError: the store cannot be opened.
+        ModelError: the embedder cannot be had, where questions are to be compared.
     """
     if not settings.answers:
         return build(), None
+    judge = _judge(settings)
     store = open_store(settings, int(clock.now() * 1000))
     try:
         runtime = build()
     except BaseException:
         store.close()
         raise
+    form = ChunkForm()
+    second = None
+    if judge is not None:
+        semantic = _semantic(settings, store, form, judge, clock, text_of, runtime.observe)
+        whose = cast(SemanticFor, settings.semantic)
+        second = SemanticChats(semantic, whose=whose, is_guarded=settings.semantic_history == "guarded")
     front = Front(
         runtime,
-        Exact(store, ChunkForm(), clock, ttl_s=_ttl_s(settings), observer=runtime.observe),
+        Exact(store, form, clock, ttl_s=_ttl_s(settings), observer=runtime.observe),
         clock,
         answers_for=cast(AnswersFor, settings.answers_for),
         ttl_of=_ttl_of(settings),
+        second=second,
     )
     runtime.on_close.append(front.close)
     return runtime, front

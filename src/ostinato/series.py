@@ -227,6 +227,18 @@ ANSWERS_FILED = _counter(
 ANSWER_AGE = _histogram(
     "response_cache_age_seconds", "How old the answers were that were given again.", AGE_BUCKETS_S
 )
+SEMANTIC = _counter(
+    "semantic_cache_requests", "Questions by what the semantic cache said to them.", "outcome"
+)
+SEMANTIC_TIME = _histogram(
+    "semantic_cache_decision_seconds", "Embedding, search and judgement of a question.", ITL_BUCKETS_S
+)
+SEMANTIC_CHECKS = Series(
+    "semantic_cache_checks",
+    "counter",
+    "Semantic answers that were compared with the model's, or rated.",
+    ("source", "result"),
+)
 ANSWER_ENTRIES = _gauge("response_cache_entries", "Entries in the store of answers.", "kind")
 ANSWER_BYTES = _gauge("response_cache_bytes", "Bytes they take, about.", "kind")
 

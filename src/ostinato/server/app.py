@@ -33,11 +33,19 @@ from .backend import Backend
 from .body import read_body
 from .border import Border
 from .breakpoints import BreakpointReader, Pinner, StrictCache
-from .caching import ANSWER_HEADER, CACHE_HEADER, with_cache_control
+from .caching import (
+    ANSWER_HEADER,
+    CACHE_HEADER,
+    GUARDS_HEADER,
+    NAMESPACE_HEADER,
+    SIMILARITY_HEADER,
+    with_cache_control,
+)
 from .chat import ChatRequest, ChatWriter
 from .completions import CompletionRequest, CompletionWriter
 from .dashboard import Dashboard
 from .dashboard.sources import Inside
+from .feedback import FeedbackDoor, Rated
 from .fields import MAX_SHOWN_CHARS, decode, validate
 from .sampling import namespace_salt
 from .sessions import SESSION_HEADER, SessionWord, with_session
@@ -53,12 +61,17 @@ class Looked(Kept, Inside, Protocol):
 
 
 def create_app(
-    backend: Backend, settings: ServerSettings, kept: Looked | None = None, answers: KeptAnswers | None = None
+    backend: Backend,
+    settings: ServerSettings,
+    kept: Looked | None = None,
+    answers: KeptAnswers | None = None,
+    rated: Rated | None = None,
 ) -> Starlette:
     """The server's ASGI application. Its observers are added to ``backend.observers``.
 
     ``kept``: what the dashboard looks into, and the holder of the admin key may look after; without a key
-    nobody can change anything. ``answers``: whole answers that are kept, if any.
+    nobody can change anything. ``answers``: whole answers that are kept, if any; ``rated``:
+    what learns from what callers think of them.
 
     Whoever runs it must run its lifespan; :func:`ostinato.server.serve` does, and adds the defences that a
     bare ASGI server lacks (slow heads, malformed HTTP, connection limits).
@@ -77,7 +90,12 @@ def create_app(
     if settings.cors_origins:
         middleware.insert(0, _cors(settings))
     app = Starlette(
-        routes=[*doors.routes(), *(admin.routes() if admin is not None else ()), *dashboard.routes()],
+        routes=[
+            *doors.routes(),
+            *(admin.routes() if admin is not None else ()),
+            *dashboard.routes(),
+            *(() if rated is None else (FeedbackDoor(rated, settings).route(),)),
+        ],
         middleware=middleware,
         # Back to the border, which alone shapes errors; Starlette's own handler would write plain text.
         exception_handlers={HTTPException: _reraise},
@@ -96,9 +114,12 @@ def _cors(settings: ServerSettings) -> Middleware:
         allow_methods=["GET", "POST"],
         allow_headers=[
             *("authorization", "cache-control", "content-type", "x-request-id"),
-            *(SESSION_HEADER, CACHE_HEADER),
+            *(SESSION_HEADER, CACHE_HEADER, NAMESPACE_HEADER),
         ],
-        expose_headers=["x-request-id", "retry-after", "age", CACHE_HEADER, ANSWER_HEADER],
+        expose_headers=[
+            *("x-request-id", "retry-after", "age"),
+            *(CACHE_HEADER, ANSWER_HEADER, SIMILARITY_HEADER, GUARDS_HEADER),
+        ],
     )
 
 

@@ -21,6 +21,7 @@ from .admin import ADMIN_PREFIX, ADMIN_ROUTES
 from .answering import EVENT_STREAM
 from .anthropic import COUNT_ROUTE, MESSAGES_ROUTE
 from .failures import Failure, failure_of
+from .feedback import FEEDBACK_ROUTE
 from .settings import ApiKey
 from .wire import event
 
@@ -31,7 +32,7 @@ _CLIENT_CLOSED: Final = 499  # nginx's number for it; no client ever sees it
 _MODEL_ROUTE: Final = "/v1/models/"
 _ANTHROPIC_ROUTES: Final = frozenset({MESSAGES_ROUTE, COUNT_ROUTE})
 _ROUTES: Final = _ANTHROPIC_ROUTES | {
-    "/health", "/metrics", "/v1/chat/completions", "/v1/completions", "/v1/models",
+    "/health", "/metrics", "/v1/chat/completions", "/v1/completions", "/v1/models", FEEDBACK_ROUTE,
 }  # fmt: skip
 
 
