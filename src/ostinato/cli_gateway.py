@@ -91,14 +91,16 @@ def run_gateway(
 
     answers = kept_answers(settings, SystemClock())
     try:
-        serve(create_gateway(upstreams, wire, load_table(rule_files), answers=answers), wire, ready)
+        rated = None if answers is None or answers.second is None else answers.second.semantic
+        app = create_gateway(upstreams, wire, load_table(rule_files), answers=answers, rated=rated)
+        serve(app, wire, ready)
     except OSError as error:
         raise click.ClickException(
             f"cannot listen on {settings.host}:{settings.port}: {error.strerror}; choose another --port"
         ) from error
     finally:
         if answers is not None:
-            answers.exact.close()
+            answers.close()
 
 
 def _gateway_options(command: F) -> F:

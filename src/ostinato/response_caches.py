@@ -9,7 +9,6 @@ from random import Random
 from typing import TYPE_CHECKING, TypeVar, cast
 
 from .config import Settings
-from .errors import ParameterError
 from .events import Observer
 from .front import Front
 from .ports import Clock
@@ -65,19 +64,25 @@ def kept_answers(settings: Settings, clock: Clock) -> KeptAnswers | None:
     """What stands before a gateway's upstreams; its ``exact`` is to be closed. ``None``: no answers are kept.
 
     Raises:
-        ParameterError: it was asked to give answers of other questions.
+        ModelError: the embedder cannot be had, where questions are to be compared.
         StoreError: the store cannot be opened.
     """
-    if settings.semantic != "off":
-        raise ParameterError("a gateway does not compare questions: leave semantic off", param="semantic")
     if not settings.answers:
         return None
+    from .gateway.alike import SemanticBodies, answer_text
     from .gateway.answers import KeptAnswers, PassedForm
 
+    judge = _judge(settings)
     store = open_store(settings, int(clock.now() * 1000))
-    exact = Exact(store, PassedForm(), clock, ttl_s=_ttl_s(settings))
+    form = PassedForm()
+    exact = Exact(store, form, clock, ttl_s=_ttl_s(settings))
+    second = None
+    if judge is not None:
+        semantic = _semantic(settings, store, form, judge, clock, answer_text)
+        whose = cast(SemanticFor, settings.semantic)
+        second = SemanticBodies(semantic, whose=whose, is_guarded=settings.semantic_history == "guarded")
     answers_for = cast(AnswersFor, settings.answers_for)
-    return KeptAnswers(exact, answers_for=answers_for, ttl_of=_ttl_of(settings))
+    return KeptAnswers(exact, answers_for=answers_for, ttl_of=_ttl_of(settings), second=second)
 
 
 def _judge(settings: Settings) -> Judge | None:

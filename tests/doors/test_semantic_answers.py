@@ -1,4 +1,4 @@
-"""Semantic answers through the doors: library and server, with real models and real sockets."""
+"""Semantic answers through every door: library, server and gateway, with real models and real sockets."""
 
 from __future__ import annotations
 
@@ -13,8 +13,11 @@ import pytest
 
 import ostinato
 from doors.tiny import save_tiny_chat_model
+from gateway.gateways import gateway
+from gateway.raw_upstream import RawUpstream, whole
 from ostinato.config import Settings
 from ostinato.errors import ParameterError
+from ostinato.gateway import Upstream
 from ostinato.ports import SystemClock
 from ostinato.response_caches import kept_answers
 from ostinato.server import Server, create_app, server_settings
@@ -187,7 +190,57 @@ def test_over_http_it_is_said_how_it_was_judged(engine: ostinato.Engine) -> None
         assert 'semantic_cache_checks_total{result="wrong",source="feedback"} 1.0' in metrics
 
 
-def test_a_gateway_says_that_it_does_not_compare_questions() -> None:
-    settings = Settings.from_environment({}, answers="memory", semantic="asked")
-    with pytest.raises(ParameterError, match="gateway"):
-        kept_answers(settings, SystemClock())
+ANSWER = b'{"id": "x", "choices": [{"message": {"content": "In the settings."}}]}'
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages"])
+def test_the_gateway_serves_what_means_the_same(tmp_path: Path, embedder_path: Path, path: str) -> None:
+    settings = Settings.from_environment(
+        {}, answers=str(tmp_path / "a.db"), semantic="asked", store=embedder_path.parent
+    )
+    kept = kept_answers(settings, SystemClock())
+    assert kept is not None
+    assert kept.second is not None
+    protocol = "anthropic" if path == "/v1/messages" else "openai"
+    try:
+        with (
+            RawUpstream([whole(ANSWER)] * 5) as raw,
+            gateway(
+                Upstream("raw", raw.url, protocol, key="theirs", max_retries=0),
+                answers=kept,
+                rated=kept.second.semantic,
+            ) as url,
+        ):
+
+            def post(text: str, *before: dict[str, Any], parts: tuple[Any, ...] = ()) -> httpx2.Response:
+                body = {"model": "m", "temperature": 0, "max_tokens": 9}
+                content = [{"type": "text", "text": text}, *parts]
+                messages = [*before, {"role": "user", "content": content}]
+                response = httpx2.post(
+                    f"{url}{path}",
+                    json=body | {"messages": messages},
+                    headers={"x-ostinato-cache": "semantic"},
+                    timeout=60,
+                )
+                assert kept.second is not None
+                assert kept.exact.clerk.flush(10)
+                assert kept.second.semantic.clerk.flush(10)
+                return response
+
+            assert post(ASKED).headers["x-ostinato-cache"] == "miss"
+            hit = post(SAME)
+            assert hit.headers["x-ostinato-cache"] == "semantic"
+            assert hit.content == ANSWER
+            assert float(hit.headers["x-ostinato-similarity"]) > 0.5
+            earlier = ({"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"})
+            assert post(SAME, *earlier).headers["x-ostinato-cache"] == "miss"
+            assert post(TRAP).headers["x-ostinato-cache"] == "miss"
+            image = {"type": "image", "source": {"type": "url", "url": "http://127.0.0.1/x.png"}}
+            assert post(SAME, parts=(image,)).headers["x-ostinato-cache"] == "miss"
+            assert len(raw.seen) == 4
+            answer_id = hit.headers["x-ostinato-answer"]
+            rated = httpx2.post(f"{url}/v1/feedback", json={"id": answer_id, "good": False}, timeout=60)
+            assert rated.status_code == 200
+            assert post(f"{SAME} please").headers["x-ostinato-cache"] == "miss"
+    finally:
+        kept.close()

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import random
 import time
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import httpx2
@@ -47,6 +48,8 @@ class Asked:
     kept: Kept
     body: bytes
     age_s: float = 0.0
+    entry_id: str = ""
+    details: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def known(self) -> PassedAnswer | None:

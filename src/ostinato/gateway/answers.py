@@ -21,7 +21,9 @@ from ..kv.terms import model_id, tenant_id
 from ..responses.control import AnswersFor
 from ..responses.digest import body_key
 from ..responses.exact import Asked, Exact, Found, Missing
+from ..responses.semantic import Match, Sought
 from ..types import CacheControl
+from .alike import SemanticBodies
 
 NO_INFLUENCE_HEADERS: Final = frozenset(
     {
@@ -76,6 +78,14 @@ class Question(Protocol):
     @property
     def age_s(self) -> float: ...
 
+    @property
+    def entry_id(self) -> str:
+        """Names the kept answer, where there is one."""
+
+    @property
+    def details(self) -> Mapping[str, Any]:
+        """How the answer of another question was judged."""
+
     def keep(self, answer: PassedAnswer, /) -> None:
         """Told of the whole answer, and of nothing that failed or broke off. In a thread, as ``ask``."""
 
@@ -95,6 +105,7 @@ class KeptAnswers:
         answers_for: whose are kept and given.
         ttl_of: for how long a tenant's answers may be kept at most, by its id.
         observer: hears what requests met.
+        second: asked where no equal request was answered; closed with this.
     """
 
     def __init__(
@@ -104,31 +115,50 @@ class KeptAnswers:
         answers_for: AnswersFor,
         ttl_of: Callable[[str], float] = lambda tenant: inf,
         observer: Observer = lambda event: None,
+        second: SemanticBodies | None = None,
     ) -> None:
         self.exact = exact
+        self.second = second
         self._ttl_of = ttl_of
         self._answers_for = answers_for
         self._observe = observer
 
     def ask(self, request: PassedRequest) -> _Asked:
-        asked = self._asked(request)
+        asked, name = self._asked(request)
         found = Missing() if asked is None else self.exact.find(asked)
-        known, age_s, outcome = None, 0.0, _outcome(asked, found)
-        if isinstance(found, Found):
-            known, age_s = PassedAnswer(*found.pieces), found.age_s
+        like: Match[bytes] | Sought[bytes] | None = None
+        if asked is not None and self.second is not None and isinstance(found, Missing):
+            like = self.second.find(request.path, request.body, request.control, asked, name)
+        outcome = _outcome(asked, found, like)
+        kept = found if isinstance(found, Found) else like if isinstance(like, Match) else None
+        age_s = 0.0 if kept is None else kept.age_s
         self._observe(AnswerLookedUp(outcome, age_s))
-        missing = found if isinstance(found, Missing) else None
-        return _Asked(self.exact, asked, missing, outcome, known, age_s)
+        return _Asked(
+            self,
+            asked,
+            found if isinstance(found, Missing) else None,
+            outcome,
+            None if kept is None else PassedAnswer(*kept.pieces),
+            age_s,
+            "" if kept is None else kept.entry_id,
+            like.details() if isinstance(like, Match) else {},
+            like if isinstance(like, Sought) else None,
+        )
 
-    def _asked(self, request: PassedRequest) -> Asked | None:
+    def close(self) -> None:
+        """Writes what waits to be written, and closes the store."""
+        if self.second is not None:
+            self.second.semantic.close()
+        self.exact.close()
+
+    def _asked(self, request: PassedRequest) -> tuple[Asked | None, Callable[[Mapping[str, Any]], bytes]]:
+        """What the exact cache is asked (``None`` where it has no part in it), and what names bodies."""
         control, body = request.control, request.body
         serves = (
             control.asked
             or self._answers_for == "all"
             or (self._answers_for == "greedy" and body.get("temperature") == 0)
         )
-        if not serves or not (control.read or control.store):
-            return None
         headers = {
             name: value
             for name, value in request.headers.items()
@@ -139,30 +169,41 @@ class KeptAnswers:
         written = orjson.dumps(
             [headers, body.get("stream_options"), request.query], option=orjson.OPT_SORT_KEYS
         )
-        if _says_twice(request.raw):
-            return None
+
+        def name(other: Mapping[str, Any]) -> bytes:
+            return body_key(identity, request.path, other, written)
+
+        if not serves or not (control.read or control.store) or _says_twice(request.raw):
+            return None, name
         try:
-            key = body_key(identity, request.path, body, written)
+            key = name(body)
         except ValueError:
-            return None
+            return None, name
         # Calls are not shared: an upstream's second answer need not go on as its first one began.
         tenant = tenant_id(request.salt)
         model, ttl_s = model_id(request.model), self._ttl_of(tenant)
-        return Asked(key, tenant, model, control=control, ttl_s=ttl_s, may_join=False)
+        return Asked(key, tenant, model, control=control, ttl_s=ttl_s, may_join=False), name
 
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    exact: Exact[bytes]
+    answers: KeptAnswers
     asked: Asked | None
     missing: Missing | None
     outcome: AnswerOutcome
     known: PassedAnswer | None
     age_s: float
+    entry_id: str
+    details: Mapping[str, Any]
+    sought: Sought[bytes] | None
 
     def keep(self, answer: PassedAnswer) -> None:
-        if self.asked is not None and self.missing is not None and self.asked.control.store:
-            self.exact.file(self.asked, self.missing, [answer.content_type, answer.body], _is_answer)
+        if self.asked is None or self.missing is None or not self.asked.control.store:
+            return
+        pieces = [answer.content_type, answer.body]
+        self.answers.exact.file(self.asked, self.missing, pieces, _is_answer)
+        if self.sought is not None and self.answers.second is not None and _is_answer(pieces):
+            self.answers.second.semantic.file(self.sought, pieces)
 
 
 def _says_twice(raw: bytes) -> bool:
@@ -179,9 +220,11 @@ def _says_twice(raw: bytes) -> bool:
     return False
 
 
-def _outcome(asked: Asked | None, found: object) -> AnswerOutcome:
+def _outcome(asked: Asked | None, found: object, like: object) -> AnswerOutcome:
     if asked is None:
         return "bypass"
+    if isinstance(like, Match):
+        return "semantic"
     return "exact" if isinstance(found, Found) else "miss"
 
 

@@ -20,11 +20,13 @@ from starlette.types import Message, Receive
 
 from .. import series
 from ..errors import MalformedRequestError, ParameterError, QueueFullError, ShuttingDownError
+from ..kv.terms import tenant_id
 from ..observe import HttpMetrics, counter_of, exposition, new_registry
 from ..providers.rules import RuleTable
 from ..server.body import read_body
 from ..server.border import Border
 from ..server.caching import cache_control
+from ..server.feedback import FeedbackDoor, Rated
 from ..server.settings import ServerSettings
 from .answers import AnswerCache, caller_salt
 from .chat_to_messages import CHAT_TO_MESSAGES
@@ -68,10 +70,12 @@ def create_gateway(
     table: RuleTable,
     *,
     answers: AnswerCache | None = None,
+    rated: Rated | None = None,
 ) -> Starlette:
     """The gateway's ASGI application, to be run as the server's is.
 
-    ``answers``: a response cache in front of the upstreams.
+    ``answers``: a response cache in front of the upstreams; ``rated``: what learns from what callers think of
+    its answers.
     """
     registry = new_registry()
     gateway = Gateway(upstreams, settings, Planning(table, time.monotonic), answers)
@@ -92,6 +96,7 @@ def create_gateway(
             Route(MISSES_ROUTE, gateway.misses),
             Route("/health", gateway.health),
             Route("/metrics", show_metrics),
+            *(() if rated is None else (FeedbackDoor(rated, settings, gateway.tenants_of).route(),)),
             *GatewayDashboard(gateway.planning.ledger, gateway.state, settings).routes(),
         ],
         middleware=[
@@ -220,6 +225,13 @@ class Gateway:
             translation=translation,
             target=self._target(upstream, model),
         )
+
+    def tenants_of(self, request: Request, _cache_salt: str | None) -> list[str]:
+        """Whose a request may be, as answers are kept: its key's, or, where an upstream has one, all's."""
+        tenant = request.state.tenant
+        salt = "" if tenant is None else tenant.salt
+        keys = {upstream.key for upstream in self.upstreams}
+        return [tenant_id(caller_salt(salt, request.headers, upstream_key=key)) for key in keys]
 
     def _target(self, upstream: Upstream, model: str) -> Target:
         has_breakpoints = False

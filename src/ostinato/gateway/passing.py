@@ -19,7 +19,7 @@ from starlette.types import Receive, Scope, Send
 
 from ..errors import OstinatoError, ParameterError, ShuttingDownError, UpstreamError
 from ..server.answering import EVENT_STREAM
-from ..server.caching import CACHE_HEADER
+from ..server.caching import ANSWER_HEADER, CACHE_HEADER, semantic_headers
 from ..types import CacheControl
 from .answers import AnswerCache, PassedAnswer, PassedRequest, Question
 from .events import EventReader, items
@@ -119,6 +119,9 @@ class Passing(Response):
             self._own_headers = [(CACHE_HEADER.encode(), question.outcome.encode())]
             if (known := question.known) is not None:
                 age = (b"age", str(int(question.age_s)).encode())
+                if question.entry_id:
+                    self._own_headers.append((ANSWER_HEADER.encode(), question.entry_id.encode()))
+                self._own_headers += semantic_headers(question.details)
                 headers = [(b"content-type", known.content_type), *self._own_headers, age]
                 await _send_whole(send, 200, headers, known.body)
                 return
