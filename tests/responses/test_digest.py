@@ -27,6 +27,7 @@ from ostinato.types import (
     Message,
     PromptUse,
     Retention,
+    Reuse,
     SamplingParams,
     Session,
     ToolCall,
@@ -70,6 +71,7 @@ CHANGES: dict[str, Any] = {
     "entities": True,
     "pinned_text": ["x"],
     "renumber": True,
+    "reuse": "moved",
 }
 # What a parameter needs beside it.
 NEEDED: dict[str, dict[str, Any]] = {
@@ -177,6 +179,7 @@ OTHERS: dict[type, dict[str, Any]] = {
         "deadline_s": 5.0,
         "cache_control": CacheControl(read=False),
         "retention": Retention(64),
+        "reuse": Reuse(),
     },
     SamplingParams: {
         "max_tokens": 3,
@@ -212,6 +215,7 @@ OTHERS: dict[type, dict[str, Any]] = {
         "pinned_text": ("x",),
         "renumber": True,
     },
+    Reuse: {"mode": "verify", "repair": "first:8", "max_deviation": 0.5},
 }
 
 
@@ -232,6 +236,8 @@ def holding(value: object) -> GenerationRequest:
             return replace(REQUEST, named_prompt=value)
         case Retention():
             return replace(REQUEST, retention=value)
+        case Reuse():
+            return replace(REQUEST, reuse=value)
     raise AssertionError(value)
 
 
@@ -245,6 +251,7 @@ def test_every_field_of_what_flows_has_a_say(kind: type) -> None:
         TrimRules: TrimRules(),
         PromptUse: PromptUse("p"),
         Retention: Retention(64),
+        Reuse: Reuse(),
     }
     base: Any = bases[kind]
     assert {item.name for item in fields(kind)} == set(OTHERS[kind])
