@@ -7,9 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
+from diagnose.conftest import DAY
+from ostinato.diagnose.doctor import examine
 from ostinato.diagnose.material import Asked, read_requests
 from ostinato.diagnose.measured import measured_of
+from ostinato.diagnose.writing import Writer
+from ostinato.errors import TraceError
 
 
 def read(rows: list[Any], folder: Path) -> list[Asked]:
@@ -100,3 +106,69 @@ def test_what_vendors_measured(tmp_path: Path) -> None:
     found = measured_of(read([own], tmp_path)[0])
     assert found is not None
     assert (found.prompt_tokens, found.cached_tokens, found.why) == (9, 4, "gone")
+
+
+NAMES = [
+    "messages",
+    "role",
+    "content",
+    "tools",
+    "prompt",
+    "input",
+    "system",
+    "model",
+    "tool_calls",
+    "function",
+    "usage",
+    "request",
+    "body",
+    "type",
+    "text",
+    "cache_control",
+    "salt",
+    "session",
+    "timestamp",
+    "hash_ids",
+    "segments",
+    "stop",
+    "evicted",
+    "cached_tokens",
+    "input_length",
+    "conversations",
+    "from",
+    "value",
+    "served",
+    "arguments",
+    "name",
+    "thinking",
+    "reasoning",
+    "v",
+]
+WORDS = ["user", "assistant", "system", "tool_use", "tool_result", "claude-sonnet-4-5", "exact"]
+numbers = st.integers(-9, 2**60) | st.floats(allow_nan=False)
+values = st.recursive(
+    st.none() | st.booleans() | numbers | st.text(max_size=9) | st.sampled_from(WORDS),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(NAMES), inner, max_size=4),
+    max_leaves=25,
+)
+odd = st.dictionaries(st.sampled_from(NAMES), values, min_size=1, max_size=6)
+lines = st.builds(
+    lambda row, more: {**row, **more},
+    odd,
+    st.fixed_dictionaries(
+        {}, optional={"messages": st.lists(odd), "tools": st.lists(odd), "hash_ids": values}
+    ),
+)
+
+
+@pytest.mark.model
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(rows=st.lists(lines, min_size=1, max_size=4))
+def test_no_log_is_too_odd_to_be_looked_into(rows: list[Any], writer: Writer, tmp_path: Path) -> None:
+    try:
+        requests = read(rows, tmp_path)
+    except TraceError:
+        return
+    report = examine(requests, writer, on=DAY)
+    assert report.hit_tokens <= report.prompt_tokens
+    json.dumps(report.as_dict())

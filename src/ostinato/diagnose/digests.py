@@ -70,7 +70,7 @@ def segment_losses(requests: Sequence[Asked]) -> Iterator[tuple[str, str, int, i
             continue
         stop = line.get("stop") if isinstance(line.get("stop"), dict) else {}
         assert isinstance(stop, dict), "a stop that is none"
-        short = int(stop.get("known", 0)) - int(line.get("cached_tokens", 0))
+        short = _count(stop.get("known")) - _count(line.get("cached_tokens"))
         if short >= MIN_SHORT_TOKENS:
             why = stop.get("why")
             kind = "fan_out" if why == "pending" else "cache_off" if never else evictions.reason(number)
@@ -78,7 +78,7 @@ def segment_losses(requests: Sequence[Asked]) -> Iterator[tuple[str, str, int, i
         parts = _parts(line)
         relatives = [last[key] for key in (asked.session, "") if key in last]
         relatives += [seen[digest] for digest in (d for _, d in parts) if digest in seen][:1]
-        found = max((_changed(_parts(requests[r].line), parts, int(line.get("cached_tokens", 0)))
+        found = max((_changed(_parts(requests[r].line), parts, _count(line.get("cached_tokens")))
                      for r in dict.fromkeys(relatives)), default=None)  # fmt: skip
         if found is not None and found[0] >= MIN_SHORT_TOKENS:
             yield "content", f"segment {found[1]}", number, found[0]
@@ -88,7 +88,19 @@ def segment_losses(requests: Sequence[Asked]) -> Iterator[tuple[str, str, int, i
 
 
 def _parts(line: Any) -> list[tuple[int, int]]:
-    return [(int(length), int(digest)) for length, digest in line.get("segments") or ()]
+    given = line.get("segments")
+    pairs = given if isinstance(given, list) else ()
+    return [(pair[0], pair[1]) for pair in pairs if _is_pair(pair)]
+
+
+def _is_pair(value: Any) -> bool:
+    return (
+        isinstance(value, list) and len(value) == 2 and all(type(item) is int and item >= 0 for item in value)
+    )
+
+
+def _count(value: Any) -> int:
+    return value if type(value) is int else 0
 
 
 def _changed(

@@ -292,7 +292,8 @@ def _messages(item: Mapping[str, Any]) -> Iterator[Message]:
     role = str(item.get("role") or ("tool" if "output" in item else "user"))
     content = item.get("content", item.get("output"))
     reasoning = item.get("reasoning_content") or item.get("reasoning") or ""
-    calls = [_call(call) for call in item.get("tool_calls") or () if isinstance(call, dict)]
+    given = item.get("tool_calls")
+    calls = [_call(call) for call in (given if isinstance(given, list) else ()) if isinstance(call, dict)]
     texts: list[str] = []
     for part in content if isinstance(content, list) else ():
         kind = part.get("type") if isinstance(part, dict) else None
@@ -345,7 +346,8 @@ def _tools(body: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
                     if name not in ("type", "cache_control", "strict")
                 },
             }
-        tools.append(tool)
+        if isinstance(tool.get("function"), dict):
+            tools.append(tool)
     return tuple(tools)
 
 

@@ -226,7 +226,7 @@ class _Evictions:
         for each in asked:
             given = each.line.get("evicted")
             for reason, count in given.items() if isinstance(given, dict) else ():
-                total[reason] = total.get(reason, 0) + int(count)
+                total[reason] = total.get(reason, 0) + (count if type(count) is int else 0)
             self._totals.append(dict(total))
 
     def reason(self, number: int) -> str:
