@@ -342,6 +342,50 @@ ROWS: Final[tuple[Row, ...]] = (
         ),
     ),
     Row(
+        "Moved KV",
+        (
+            Panel(
+                "Repaired and refused",
+                "Tokens and requests a second that were computed after all.",
+                "none",
+                (*_lines(s.REPAIRED, legend="repaired"), *_lines(s.MOVE_REFUSED, legend="refused")),
+            ),
+            Panel(
+                "Divergence where verified",
+                "Nats, of first tokens.",
+                "none",
+                (Query(_quantile(0.5, s.MOVED_KL), "half"), Query(_quantile(0.99, s.MOVED_KL), "99 %")),
+            ),
+            Panel(
+                "Verified",
+                "Answers a second; and whether moved KV is off.",
+                "none",
+                (*_lines(s.MOVE_VERIFIED), *_values(s.MOVED_OFF)),
+            ),
+        ),
+    ),
+    Row(
+        "Questions that mean the same",
+        (
+            Panel("Decisions", "Questions a second.", "reqps", _lines(s.SEMANTIC)),
+            Panel(
+                "Time of a decision",
+                "Embedding, search and judgement.",
+                "s",
+                (
+                    Query(_quantile(0.5, s.SEMANTIC_TIME), "half"),
+                    Query(_quantile(0.99, s.SEMANTIC_TIME), "99 %"),
+                ),
+            ),
+            Panel(
+                "Error",
+                "Of answers that were compared or rated: those that were wrong.",
+                "percentunit",
+                (Query(_share(_only(s.SEMANTIC_CHECKS, "wrong"), _rate(s.SEMANTIC_CHECKS)), "wrong"),),
+            ),
+        ),
+    ),
+    Row(
         "Whole answers",
         (
             Panel("Outcomes", "Requests a second.", "reqps", _lines(s.ANSWERS)),
@@ -438,6 +482,16 @@ ALERTS: Final[tuple[Alert, ...]] = (
         "critical",
         "One in twenty requests fails.",
         "The server's log says why.",
+    ),
+    Alert(
+        "OstinatoSemanticErrors",
+        _share(_only(s.SEMANTIC_CHECKS, "wrong", "6h"), _rate(s.SEMANTIC_CHECKS, window="6h")),
+        ">",
+        "0.01",
+        "15m",
+        "critical",
+        "More than one in a hundred semantic answers that were checked was wrong.",
+        "Raise the threshold, check more of them, or switch the semantic cache off.",
     ),
     Alert(
         "OstinatoLoadingDoesNotPay",

@@ -27,10 +27,13 @@ from ostinato.events import (
     BlocksEvicted,
     BlocksStored,
     Event,
+    MoveVerified,
     Preempted,
     PrefixLookedUp,
     RequestFinished,
     RequestServed,
+    SemanticChecked,
+    SemanticLookedUp,
     StepFinished,
     TierLoaded,
 )
@@ -97,6 +100,8 @@ class Source:
             RequestFinished("length", Usage(50, 0, 50, 3, ttft_s=0.4, total_s=0.7), CHAT),
             AnswerLookedUp("miss", num_prompt_tokens=100, layers=("exact",)), AnswerMissed("absent"),
             AnswerFiled("stored"), AnswerLookedUp("exact", 2.0, 9, 50, ("exact",)),
+            MoveVerified(0.002, True, False), SemanticLookedUp("served", 0.01, 0.97),
+            SemanticChecked("check", True), SemanticChecked("check", False),
             RequestServed("stop", Usage(50, 50, 0, 9, served=Served("exact", 2.0)), CHAT),
         ]  # fmt: skip
         for event in events:
