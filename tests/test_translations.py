@@ -50,7 +50,7 @@ def test_what_is_out_of_step_is_seen(tmp_path: Path) -> None:
     for changed in (
         text.replace("## How fast", "### How fast"),
         text.replace("$ make test", "$ make tests"),
-        text.replace("- Only prefixes", "Only prefixes"),
+        text.replace("- One process", "One process"),
         text.replace("(docs/benchmarks.md)", "(docs/models.md)"),
     ):
         assert changed != text

@@ -87,7 +87,7 @@ def test_a_full_queue_is_429_and_says_when_to_come_back(folder: Path) -> None:
         next(iter(stream))
         with ThreadPoolExecutor(2) as pool:
             waiting = [pool.submit(served.ask, talk(i)) for i in (1, 2)]
-            wait_for(served, "ostinato:num_requests_waiting", 2)
+            wait_for(served, "ostinato_num_requests_waiting", 2)
             with pytest.raises(openai.RateLimitError) as refused:
                 served.ask(talk(3))
             assert int(refused.value.response.headers["retry-after"]) >= 1
@@ -131,9 +131,9 @@ def test_sigterm_amid_load_loses_no_accepted_request(folder: Path) -> None:
         with ThreadPoolExecutor(24) as pool:
             expected = list(pool.map(ask, range(20)))
             running = [pool.submit(served.ask, talk(100 + i), max_tokens=1000) for i in range(4)]
-            wait_for(served, "ostinato:num_requests_running", 4)
+            wait_for(served, "ostinato_num_requests_running", 4)
             answers = [pool.submit(ask, number) for number in range(20)]
-            wait_for(served, "ostinato:num_requests_waiting", 20)
+            wait_for(served, "ostinato_num_requests_waiting", 20)
             served.process.send_signal(signal.SIGTERM)
             assert [answer.result() for answer in answers] == expected
             assert [reply.result().usage.completion_tokens for reply in running] == [1000] * 4

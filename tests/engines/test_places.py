@@ -64,7 +64,12 @@ class World:
         """Of the last row."""
         captured = []
         sample = self.runner._samplers.sample
-        self.runner._samplers.sample = lambda ids, rows: captured.append(rows) or sample(ids, rows)  # type: ignore
+
+        def capture(ids: Any, rows: Tensor, *more: Any) -> Any:
+            captured.append(rows)
+            return sample(ids, rows, *more)
+
+        self.runner._samplers.sample = capture  # type: ignore[method-assign]
         try:
             self.runner.execute(Plan((plan,)))
         finally:
