@@ -168,6 +168,10 @@ class Assembler:
         return self._writing.template
 
     @property
+    def tokenizer(self) -> HFTokenizer:
+        return self._tokenizer
+
+    @property
     def habits(self) -> dict[str, Any]:
         """What it does to every request beside writing it by the template: plain values."""
         rules = self._canonical_rules

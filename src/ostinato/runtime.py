@@ -48,6 +48,7 @@ from .prompt.detokenize import Detokenizer
 from .prompt.registry import PromptRegistry
 from .prompt.rules import CustomRole
 from .prompt.template import Template
+from .prompt.tokens import HFTokenizer
 from .protect import check_retention, keep_of
 from .ranking import BestOf
 from .retention.keeping import Keep, Keeping
@@ -391,6 +392,11 @@ class Runtime:
     def block_tokens(self) -> int:
         """Tokens of a block of KV."""
         return self._manager.block_size
+
+    @property
+    def words(self) -> HFTokenizer:
+        """The tokenizer with all it can, for whoever compares prompts."""
+        return self.assembler.tokenizer
 
     @property
     def surveyor(self) -> Surveyor:

@@ -1,6 +1,6 @@
-"""Makes the pictures of docs/dashboard.md with the default model and real traffic: `make screenshots`.
+"""Makes the pictures of docs/dashboard.md: real Chromium, real traffic, a small random model.
 
-It takes two minutes, most of which the model computes.
+With the name of a model behind it: that one. A random model is quick, and its answers are noise.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import ostinato
 from dashboard.browser import Watched, chromium
 from dashboard.stage import ADMIN, SYSTEM, Stage, on_stage, play, save_prompts
+from doors.tiny import save_tiny_chat_model
 
 PICTURES = Path(__file__).parent.parent.parent / "docs" / "pictures"
 KEYS = "sk-anna,sk-ben,sk-clara"
@@ -78,12 +79,14 @@ def main() -> None:
     started_s = time.monotonic()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        settings = {"kv_cache": "512MiB", "shared_tier": folder / "tier", "shared_tier_bytes": "1GiB"}
+        model = sys.argv[1] if len(sys.argv) > 1 else save_tiny_chat_model(folder / "example", max_len=4096)
+        rounds = 3
+        settings = {"kv_cache": "24MiB", "shared_tier": folder / "tier", "shared_tier_bytes": "64MiB"}
         with (
-            ostinato.load(template="qwen2.5", prompts=save_prompts(folder), **settings) as engine,  # type: ignore[arg-type]
+            ostinato.load(model, template="qwen2.5", prompts=save_prompts(folder), **settings) as engine,  # type: ignore[arg-type]
             on_stage(engine, api_keys=KEYS, admin_key=ADMIN) as stage,
         ):
-            traffic(stage, rounds=3)
+            traffic(stage, rounds=rounds)
             engine.pin([{"role": "system", "content": SYSTEM}])
             pictures(stage)
     print(f"pictures in {PICTURES.name}, after {time.monotonic() - started_s:.0f} s")

@@ -23,6 +23,7 @@ from .actions import Actions
 from .answering import data, form_of, html
 from .asked import Part, parts_by_length, parts_with_text, stop_text
 from .assets import render
+from .diffs import diff_page
 from .door import Door
 from .history import History
 from .memory import TenantNames, memory_figures, prompt_names
@@ -36,6 +37,7 @@ _MAX_SHOWN: Final = 200
 _NUM_ON_OVERVIEW: Final = 10
 _NUM_USERS: Final = 20
 _NUM_WIDEST: Final = 40
+_NUM_OTHERS: Final = 50
 
 _PAGES: Final = (
     ("overview", "/", "Overview"),
@@ -103,6 +105,7 @@ class Dashboard:
         if self._inside is not None:
             found += [
                 Route("/dashboard/memory", page(self.memory)),
+                Route("/dashboard/diff", page(self.diff)),
                 Route("/dashboard/tree", page(self.tree)),
                 Route("/dashboard/parts/widest", part(self.widest)),
                 Route("/dashboard/data/tree", part(self.tree_data)),
@@ -177,6 +180,7 @@ class Dashboard:
         seen, content = found
         may_read = visitor.is_admin and content is not None
         parts = await asyncio.to_thread(self._parts, seen, content if may_read else None)
+        others = await asyncio.to_thread(self.recent.alike, seen.name, _NUM_OTHERS) if may_read else []
         values = {
             "seen": seen,
             "parts": parts,
@@ -184,20 +188,46 @@ class Dashboard:
             "has_text": may_read,
             "stop_text": stop_text(seen),
             "content": content if may_read else None,
+            "others": others,
         }
         return html(render("request.html", **self._common(visitor, "requests"), **values))
+
+    async def diff(self, request: Request, visitor: Visitor) -> Response:
+        if not visitor.is_admin:
+            raise HTTPException(
+                403, "Two requests are compared by their text: for the admin key's holder only."
+            )
+        pair: list[tuple[RecentRequest, Content]] = []
+        for side in ("a", "b"):
+            found = self.recent.get(request.query_params.get(side, ""))
+            if found is None or found[1] is None:
+                raise HTTPException(404, "What one of these requests asked is not kept (any more).")
+            pair.append((found[0], found[1]))
+        known = self._known
+        values = await asyncio.to_thread(
+            diff_page,
+            pair[0],
+            pair[1],
+            origins=self._origins,
+            words=known.words,
+            block_tokens=known.block_tokens,
+        )
+        return html(render("diff.html", **self._common(visitor, "requests"), **values))
+
+    def _origins(self, content: Content) -> TokenArray | None:
+        """The message of each token, where that can be told."""
+        if self._inside is None:
+            return None
+        try:
+            owners = self._inside.origins(content.request)
+        except ClientError:  # roles, templates and limits may have changed since
+            return None
+        return owners if owners is not None and len(owners) == len(content.tokens) else None
 
     def _parts(self, seen: RecentRequest, content: Content | None) -> list[Part]:
         if content is None:
             return parts_by_length(seen)
-        owners: TokenArray | None = None
-        if self._inside is not None:
-            try:
-                owners = self._inside.origins(content.request)
-            except ClientError:  # roles, templates and limits may have changed since
-                owners = None
-        if owners is not None and len(owners) != len(content.tokens):
-            owners = None
+        owners = self._origins(content)
         return parts_with_text(seen, content.request, content.tokens, owners, self._text)
 
     def _text(self, tokens: Sequence[int]) -> str:

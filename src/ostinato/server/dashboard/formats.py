@@ -76,7 +76,9 @@ def dollars(value: Decimal | None) -> str:
 
 
 def ago(passed_s: float) -> str:
-    return "just now" if passed_s < 1 else f"{seconds(float(int(passed_s)))} ago"
+    if passed_s < 1:
+        return "just now"
+    return f"{int(passed_s)} s ago" if passed_s < 100 else f"{seconds(float(int(passed_s)))} ago"
 
 
 def utc(moment_s: float) -> str:

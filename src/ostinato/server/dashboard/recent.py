@@ -12,7 +12,7 @@ from uuid import uuid4
 from ...events import MatchStop, RequestPattern, RequestRecord, reuse_of
 from ...kv.terms import Selection, prompt_id, tenant_of
 from ...ports import Clock
-from ...types import Conversation, FinishReason, GenerationRequest, TokenArray, Usage
+from ...types import Conversation, FinishReason, GenerationRequest, TokenArray, Usage, num_common
 
 MAX_REQUESTS: Final = 1000
 MAX_CONTENT_TOKENS: Final = 2 << 20
@@ -177,6 +177,22 @@ class RecentRequests:
         with self._lock:
             entry = self._entries.get(name)
             return None if entry is None else (entry.seen, entry.content)
+
+    def alike(self, name: str, num: int) -> list[tuple[RecentRequest, int]]:
+        """Requests whose text is known, too, by how many tokens they begin like this one, the most first."""
+        self.forget_expired()
+        with self._lock:
+            mine = self._entries.get(name)
+            content = None if mine is None else mine.content
+            others = [(entry.seen, entry.content) for entry in self._entries.values() if entry is not mine]
+        if mine is None or content is None:
+            return []
+        found = [
+            (seen, num_common(other.tokens, content.tokens) if seen.namespace == mine.seen.namespace else -1)
+            for seen, other in others
+            if other is not None
+        ]
+        return sorted(found, key=lambda each: (-each[1], -each[0].arrived_s))[:num]
 
     def users_of(self, namespace: str, path: bytes, num: int) -> list[RecentRequest]:
         """The newest requests whose prompts begin with these tokens (int32 bytes)."""

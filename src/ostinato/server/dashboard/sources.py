@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
+from ...diagnose.writing import Words
 from ...events import reuse_of
 from ...kv.keeper import CacheSummary
 from ...kv.pins import Pin
@@ -23,6 +24,9 @@ class Inside(Protocol):
 
     @property
     def surveyor(self) -> Surveyor: ...
+
+    @property
+    def words(self) -> Words: ...
 
     @property
     def prompts(self) -> PromptRegistry: ...

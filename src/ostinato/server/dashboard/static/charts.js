@@ -13,6 +13,9 @@
     return value < 0.9995 ? `${Math.round(value * 1000)} ms` : `${value < 10 ? value.toFixed(2) : Math.round(value)} s`;
   };
 
+  const clock = (t) => new Date(t * 1000).toLocaleTimeString("en-GB", { hour: "2-digit", minute: "2-digit" });
+  const times = { values: (u, ticks) => ticks.map(clock), space: 70 };
+
   const axis = (values, more) => ({
     stroke: colour("soft"), grid: { stroke: colour("line"), width: 1 }, ticks: { show: false },
     font: "12px system-ui, sans-serif", ...(values ? { values } : {}), ...more,
@@ -44,7 +47,7 @@
         value: (u, _, s, i) => percent(i == null ? null : u.picture.layers[layer][i]),
       });
     }
-    const axes = [axis(), axis((u, ticks) => ticks.map(percent), { size: 52 })];
+    const axes = [axis(null, times), axis((u, ticks) => ticks.map(percent), { size: 52 })];
     return new uPlot(base(place, series, axes, { y: { range: [0, 1] } }), columns, place);
   };
 
@@ -54,8 +57,9 @@
       { label: "cold", stroke: colour("cold-line"), width: 2, points: { size: 5, fill: colour("cold-line") }, spanGaps: true, value: (u, v) => seconds(v) },
       { label: "warm", stroke: colour("warm-line"), width: 2, points: { size: 5, fill: colour("warm-line") }, spanGaps: true, value: (u, v) => seconds(v) },
     ];
-    const marks = (u, ticks) => ticks.map((t) => (t != null && /^[1235]/.test(t.toPrecision(1)) && t > 0 ? seconds(t) : ""));
-    const axes = [axis(), axis(marks, { size: 58 })];
+    const isRound = (t) => /^[125]0*$/.test(t.toPrecision(3).replace(".", "").replace(/^0+/, ""));
+    const marks = (u, ticks) => ticks.map((t) => (t > 0 && isRound(t) ? seconds(t) : ""));
+    const axes = [axis(null, times), axis(marks, { size: 58 })];
     const range = (u, low, high) => (low == null ? [0.01, 10] : [low / 2, high * 2]);
     return new uPlot(base(place, series, axes, { y: { distr: 3, range } }), [picture.t, picture.cold, picture.warm], place);
   };

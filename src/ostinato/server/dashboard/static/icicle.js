@@ -4,6 +4,7 @@
   const ROW = 27;
   const GAP = 1;
   const MIN_WIDTH = 1.5;
+  const MAX_ROWS = 16;
   const ZOOM_MS = 220;
 
   const number = (n) => n.toLocaleString("en");
@@ -98,7 +99,7 @@
         if (p.pinned[node]) words.push("pinned");
       }
       const below = p.children[node].length;
-      words.push(below ? `${number(below)} ways on` : "nothing goes on from it");
+      words.push(below ? `goes on in ${number(below)} way${below > 1 ? "s" : ""}` : "nothing goes on from it");
       if (p.left_out[node]) words.push(`${number(p.left_out[node])} small nodes left out`);
       return `${this.label(node)}: ${words.join(", ")}.`;
     }
@@ -116,6 +117,7 @@
       this.say(node);
       this.showCrumbs();
       this.showTable(p.id[node]);
+      this.box.style.height = `${ROW * Math.max(5, Math.min(MAX_ROWS, 1 + p.height[node]))}px`;
       if (isAtOnce || matchMedia("(prefers-reduced-motion: reduce)").matches) {
         this.view = to;
         this.depth = p.depth[node];
@@ -368,7 +370,10 @@
         at += picture.total[child];
       }
     }
+    picture.height = new Int32Array(size); // levels below
     for (let node = size - 1; node > 0; node -= 1) {
+      const parent = picture.parent[node];
+      picture.height[parent] = Math.max(picture.height[parent], picture.height[node] + 1);
       picture.left_out_below[picture.parent[node]] += picture.left_out_below[node];
     }
     return picture;
