@@ -62,6 +62,14 @@ class Stage:
             time.sleep(0.005)
         assert self.dashboard.recorder.flush(10)
 
+    def remembered(self, name: str) -> None:
+        """Waits until the request with this id is on the pages."""
+        deadline_s = time.monotonic() + 10
+        while self.dashboard.recent.get(name) is None:
+            assert time.monotonic() < deadline_s, f"{name} is not recorded"
+            time.sleep(0.005)
+        self._num_expected += 1
+
 
 @contextmanager
 def on_stage(engine: ostinato.Engine, **settings: Any) -> Iterator[Stage]:

@@ -283,22 +283,27 @@ def test_pages_ask_for_nothing_elsewhere() -> None:
 def test_two_requests_are_compared_token_by_token(guarded: Stage, visit: Visit) -> None:
     rules = "Answer in three sentences at most, name your sources, and never guess a year. " * 3
     model = guarded.engine.runtime.model_name
+    names = []
     for day in ("Tuesday, 1 December 2026", "Wednesday, 2 December 2026"):
-        talk = [{"role": "system", "content": f"Today is {day}. {rules}"}, {"role": "user", "content": "And?"}]
+        talk = [
+            {"role": "system", "content": f"Today is {day}. {rules}"},
+            {"role": "user", "content": "And?"},
+        ]
         with guarded.client("sk-anna") as client:
-            client.chat.completions.create(model=model, messages=talk, max_tokens=2)  # type: ignore[arg-type]
-        guarded.recorded(1)
-    newer, older = guarded.dashboard.recent.newest(2)
-    page = visit.get(f"/dashboard/requests/{newer.name}").text
+            reply = client.chat.completions.create(model=model, messages=talk, max_tokens=2)  # type: ignore[arg-type]
+        names.append(reply.id)
+        guarded.remembered(reply.id)
+    older, newer = names
+    page = visit.get(f"/dashboard/requests/{newer}").text
     first = re.findall(r'<option value="([^"]+)">([\d,]+) tokens alike', page)[0]
-    assert first[0] == older.name, "the one that begins most like it is offered first"
-    page = visit.get(f"/dashboard/diff?a={older.name}&b={newer.name}").text
+    assert first[0] == older, "the one that begins most like it is offered first"
+    page = visit.get(f"/dashboard/diff?a={older}&b={newer}").text
     assert "then: timestamp in messages[0] (system)" in page
-    assert re.search(r"<del>[^<]*Tues", page)
-    assert re.search(r"<ins>[^<]*Wednes", page)
+    assert re.search(r"<del>[^<]*Tu", page)
+    assert re.search(r"<ins>[^<]*Wedn", page)
     assert "no prefix cache finds them" in page
     assert "only in the second" in page
-    same = visit.get(f"/dashboard/diff?a={newer.name}&b={newer.name}").text
+    same = visit.get(f"/dashboard/diff?a={newer}&b={newer}").text
     assert "Their prompts are the same" in same
-    assert visit.get(f"/dashboard/diff?a={newer.name}&b=none").status == 404
-    assert Visit(guarded.url).get(f"/dashboard/diff?a={newer.name}&b={older.name}", follow=False).status == 303
+    assert visit.get(f"/dashboard/diff?a={newer}&b=none").status == 404
+    assert Visit(guarded.url).get(f"/dashboard/diff?a={newer}&b={older}", follow=False).status == 303
