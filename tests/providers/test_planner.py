@@ -173,6 +173,26 @@ def test_newer_openai_models_get_an_explicit_breakpoint_before_what_varies() -> 
     assert use == TokenUse(60, {}, 9000)
 
 
+def test_newer_openai_models_write_nothing_where_nothing_comes_back() -> None:
+    """Their own breakpoint would write everything, for a quarter more, and nobody would read it."""
+    history, cost, total = history_of("gpt-5.6", "openai"), 0.0, 0
+    for number in range(100):
+        asked = prompt(block(f"once {number}", 3000), model="gpt-5.6", vendor="openai")
+        _, use = drive(history, asked, number * 100.0)
+        cost += relative_cost(use, history.rules)
+        total += use.input
+    assert cost <= 1.02 * total
+
+
+def test_newer_openai_models_write_the_shared_beginning_beside_their_own() -> None:
+    history, reads = history_of("gpt-5.6", "openai"), []
+    system = block("system", 6000, level="system")
+    for number in range(30):
+        asked = prompt(system, block(f"look {number}", 600), model="gpt-5.6", vendor="openai")
+        reads.append(drive(history, asked, number * 700.0)[1].read)
+    assert reads.count(6000) >= 20  # an entry lives for half an hour, read or not
+
+
 def test_older_openai_models_get_a_key_that_stays() -> None:
     history = history_of("gpt-5", "openai")
     system = block("system", 3000, level="system")

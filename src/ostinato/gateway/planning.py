@@ -241,7 +241,8 @@ class Planning:
         append_suffix(made, read.repaired.suffix)
         if diagnosis is not None:
             asked = add_request_fields(made, upstream.protocol, incoming.path, diagnosis.previous_id)
-        is_changed = bool(decided.markers or decided.cache_key or read.repaired.repairs) or asked is not made
+        is_planned = bool(decided.markers or decided.cache_key or decided.is_explicit)
+        is_changed = is_planned or bool(read.repaired.repairs) or asked is not made
         return orjson.dumps(asked) if is_changed else None
 
     def _history(self, key: tuple[str, str, str], rules: CacheRules) -> History:

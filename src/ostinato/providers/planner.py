@@ -480,19 +480,22 @@ def _for_endpoints(
 ) -> tuple[bool, dict[int, str]]:
     """For models that write the end of the latest message unless told otherwise.
 
-    Where the end is not worth it, only what is shared is marked, and the vendor is told to write only that.
+    Where the end is not worth it, only what is shared is marked, and the vendor is told to write only that;
+    or nothing.
     """
     endpoints = message_endpoints(view.prompt)
     if not endpoints or view.prompt.is_explicit:
         return False, dict(markers)
     tail = endpoints[-1]
-    others = {index: ttl for index, ttl in markers.items() if index not in endpoints}
+    others = {index: ttl for index, ttl in markers.items() if index != tail}
     is_tail_worth_it = any(view.chain.indices[place] >= tail for place in wanted) or not view.is_long_enough(
         tail
     )
     if is_tail_worth_it or view.prompt.markers:
         return False, others
-    return bool(markers), {index: ttl for index, ttl in markers.items() if index != tail}
+    # Without any breakpoint there is no write to pay for, and no read either: only once writes have lost.
+    is_losing = view.alive is None and view.history.saved < 0
+    return bool(others) or is_losing, others
 
 
 # ---------------------------------------------------------------- waiting, keys

@@ -143,6 +143,6 @@ def place_markers(body: MutableMapping[str, Any], markers: Mapping[Path, str], *
             holder[path[-1]] = [{"type": kind, "text": value, **marked}]
         else:
             holder[path[-1]] = {**value, **marked}
-    if is_explicit and markers:
+    if is_explicit:
         options = body.get("prompt_cache_options")
         body["prompt_cache_options"] = {**(options if isinstance(options, dict) else {}), "mode": "explicit"}
