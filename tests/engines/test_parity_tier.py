@@ -139,5 +139,6 @@ def test_under_pressure_blocks_are_dropped_and_memory_is_not_exceeded(tmp_path: 
         assert counters.dropped > 0
     with tiered("llama", tmp_path) as engine:
         cached = expect(engine, own, flips, prompt)
-        assert cached % 4 == 0
+        # Whole blocks; where only blocks of the answer were dropped all of the prompt but its last token.
+        assert cached % 4 == 0 or cached == len(prompt) - 1
         assert cached <= counters.stored * 4

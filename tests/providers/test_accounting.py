@@ -18,7 +18,7 @@ from ostinato.providers.accounting import (
     read_usage,
 )
 from ostinato.providers.rules import builtin_table
-from providers.requests import DAY, rules_of
+from providers.asked import DAY, rules_of
 
 CASES: list[tuple[str, dict[str, Any], TokenUse]] = [
     # Documentation, "Tracking cache performance": first a write, then a read.

@@ -10,7 +10,7 @@ import pytest
 from ostinato.providers.diagnosis import Miss, SentPrompt, explain, shape_of
 from ostinato.providers.planner import History
 from ostinato.providers.wire_anthropic import bytes_per_token, read_request
-from providers.requests import rules_of
+from providers.asked import rules_of
 
 MODEL = "claude-opus-5"
 COUNT = bytes_per_token(1)

@@ -15,7 +15,7 @@ from ostinato.providers.keep_alive import keep_alive
 from ostinato.providers.planner import History, Plan, plan, relative_cost
 from ostinato.providers.shape import Block, Prompt
 from ostinato.providers.simulator import VendorCache, with_markers
-from providers.requests import block, prompt, rules_of
+from providers.asked import block, prompt, rules_of
 
 MODEL = "claude-opus-4-8"
 

@@ -10,7 +10,7 @@ import pytest
 
 from ostinato.errors import ParameterError
 from ostinato.providers.rules import builtin_table, load_table, vendor_of_model
-from providers.requests import DAY, rules_of
+from providers.asked import DAY, rules_of
 
 MINIMUMS = {
     512: "fable-5 mythos-5 fable-5-1 mythos-5-1 opus-5 opus-5-5 sonnet-5-5 haiku-5-5",

@@ -12,7 +12,7 @@ from ostinato.providers.accounting import TokenUse
 from ostinato.providers.shape import Block, Prompt
 from ostinato.providers.simulator import VendorCache
 from ostinato.providers.wire_anthropic import bytes_per_token, read_request
-from providers.requests import block, prompt, rules_of
+from providers.asked import block, prompt, rules_of
 
 SONNET = "claude-sonnet-4-5"
 
