@@ -258,7 +258,7 @@ def main() -> None:
     parser.add_argument(
         "--disk", type=Path, help="where the restart's tier lies; the temporary folder by default"
     )
-    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--rounds", type=int, default=25)
     parser.add_argument("--tokens", type=int, default=4000)
     parser.add_argument("--quick", action="store_true", help="leave out what needs the default model")
     options = parser.parse_args()
@@ -270,7 +270,7 @@ def main() -> None:
         details["restart"] = found = restart(options.disk, options.tokens, 3)
         headline["restart_speedup"] = found["speedup"]["median"]  # type: ignore[index]
         with scratch(options.disk) as folder:
-            details["itl"] = cost = inter_token(folder, 3)
+            details["itl"] = cost = inter_token(folder, 13)
             headline["itl_cost"] = round(cost["median"] - 1, 4)
         with scratch(options.disk) as folder:
             details["loading"] = gaps = loading(folder, options.tokens, 5)

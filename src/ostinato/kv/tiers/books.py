@@ -95,13 +95,13 @@ class Books:
         self._free(txn, record.slot)
         return record
 
-    def vacate(self, txn: lmdb.Transaction, slot: int, name: bytes) -> None:
-        """Whatever a slot is filed under goes; ``name`` is that."""
-        data = self.data(txn, name)
-        record = self.decode(name, data)
-        if data is not None and (record is None or record.slot == slot):
+    def vacate(self, txn: lmdb.Transaction, slot: int, name: bytes, record: Record | None) -> None:
+        """The block that a slot is filed under goes; ``name`` is that, ``record`` what can be read of it.
+
+        The slot stays filed and claimed: ``file`` in the same transaction has it change hands.
+        """
+        if record is None or record.slot == slot:
             txn.delete(name, db=self._blocks)
-        self._free(txn, slot)
 
     def _free(self, txn: lmdb.Transaction, slot: int) -> None:
         txn.delete(_slot_key(slot), db=self._slots)

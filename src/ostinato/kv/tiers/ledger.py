@@ -89,10 +89,13 @@ class Ledger:
     # ------------------------------------------------------------ slots
 
     def enter(self, txn: lmdb.Transaction, record: Record) -> None:
-        """The slot is this record's."""
-        self.leave(txn, record.slot)
+        """The slot is this record's, whoever had it before."""
         slot = _BIG.pack(record.slot)
-        txn.put(slot, record.tenant + _BIG.pack(record.expires_ms), db=self._claims)
+        claim = record.tenant + _BIG.pack(record.expires_ms)
+        if txn.get(slot, db=self._claims) == claim:
+            return  # nothing changes, as nearly always where a tenant's oldest block gives way to its newest
+        self.leave(txn, record.slot)
+        txn.put(slot, claim, db=self._claims)
         txn.put(record.tenant + slot, b"", db=self._owned)
         self._add(txn, record.tenant, 1)
         if record.expires_ms != NEVER_MS:

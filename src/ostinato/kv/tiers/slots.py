@@ -149,7 +149,7 @@ class Slots:
                 self._counters.given_up += 1
             else:
                 self._counters.evicted += 1
-        self._books.vacate(txn, slot, name)
+        self._books.vacate(txn, slot, name, record)
         return True
 
     def _find_candidates(self, txn: lmdb.Transaction) -> None:
