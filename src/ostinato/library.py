@@ -11,7 +11,7 @@ from collections.abc import Sequence as SequenceOf
 from contextlib import aclosing
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self, TypeAlias
+from typing import TYPE_CHECKING, Any, Self, TypeAlias, TypeVar
 
 from .building import build_runtime
 from .config import Settings
@@ -452,18 +452,31 @@ def _conversation(
     return conversation_from_dicts(given, tools, roles=roles)
 
 
+_Written = TypeVar("_Written", TrimRules, Reuse)
+
+
 def _trim_rules(given: Any) -> TrimRules | None:
     """As it may be written: rules, the name of a strategy, or the fields of rules."""
-    if given is None or isinstance(given, TrimRules):
+    return _written_as(TrimRules, given, "trim", "strategy", "a strategy or rules")
+
+
+def _reuse(given: Any) -> Reuse | None:
+    """As it may be written: itself, a mode, or its fields."""
+    return _written_as(Reuse, given, "reuse", "mode", "a mode or its fields")
+
+
+def _written_as(kind: type[_Written], given: Any, param: str, short: str, forms: str) -> _Written | None:
+    """A value, its field ``short`` alone, or several of its fields."""
+    if given is None or isinstance(given, kind):
         return given
-    named = {"strategy": given} if isinstance(given, str) else given
+    named = {short: given} if isinstance(given, str) else given
     if not isinstance(named, Mapping):
-        raise ParameterError("trim must be a strategy or rules", param="trim", code="invalid_type")
-    known = {item.name for item in fields(TrimRules)}
+        raise ParameterError(f"{param} must be {forms}", param=param, code="invalid_type")
+    known = {item.name for item in fields(kind)}
     for name in named:
         if name not in known:
-            raise ParameterError(f"trim has no field {name!r}", param="trim")
-    return TrimRules(**named)
+            raise ParameterError(f"{param} has no field {name!r}", param=param)
+    return kind(**named)
 
 
 def _without_pins(given: Any) -> tuple[Any, tuple[int, ...]]:
@@ -499,20 +512,6 @@ def _retention(options: dict[str, Any]) -> Retention | None:
         text = given["pinned_text"]
         given["pinned_text"] = (text,) if isinstance(text, str) else tuple(text)
     return Retention(budget, **given)
-
-
-def _reuse(given: Any) -> Reuse | None:
-    """As it may be written: itself, a mode, or its fields."""
-    if given is None or isinstance(given, Reuse):
-        return given
-    named = {"mode": given} if isinstance(given, str) else given
-    if not isinstance(named, Mapping):
-        raise ParameterError("reuse must be a mode or its fields", param="reuse", code="invalid_type")
-    known = {item.name for item in fields(Reuse)}
-    for name in named:
-        if name not in known:
-            raise ParameterError(f"reuse has no field {name!r}", param="reuse")
-    return Reuse(**named)
 
 
 def _collect(chunks: Iterator[Chunk]) -> Reply:
