@@ -254,8 +254,8 @@ def main() -> None:
         print(json.dumps(memory()))
         return
     # Memory and look-up in processes of their own, so that neither measures the other's leftovers.
-    # The first process on a machine compiles the attention kernel, and the compiler's memory (some 200 MB) stays with
-    # it; what an ordinary start takes is the second's.
+    # The first process on a machine compiles the attention kernel, and the compiler's memory (some 200 MB)
+    # stays with it; what an ordinary start takes is the second's.
     _child("prefix.py", "--memory-only")
     rss = _child("prefix.py", "--memory-only")
     lookup = _child("lookup.py")

@@ -157,6 +157,7 @@ def _start(
         dtype=_dtype(settings, torch),
         device=settings.device,
         max_model_len=settings.max_model_len,
+        quantization=settings.quantization,
     )
     info, num_blocks = loaded.info, _num_blocks(settings, loaded.info)
     runtime: Runtime
@@ -176,7 +177,7 @@ def _start(
         runtime = Runtime(
             model_name=local.name,
             tokenizer=tokenizer,
-            assembler=assembler(_namespace(local, tokenizer, info)),
+            assembler=assembler(_namespace(settings, local, tokenizer, info)),
             batcher=batcher,
             manager=manager,
             info=info,
@@ -197,9 +198,12 @@ def _start(
     return runtime
 
 
-def _namespace(local: LocalModel, tokenizer: HFTokenizer, info: RunnerInfo) -> Namespace:
+def _namespace(settings: Settings, local: LocalModel, tokenizer: HFTokenizer, info: RunnerInfo) -> Namespace:
+    weights = local.weights_digest
+    if settings.quantization is not None:  # other weights, and so other KV
+        weights = digest_bytes(f"{weights} {settings.quantization}".encode())
     return Namespace(
-        weights=local.weights_digest,
+        weights=weights,
         tokenizer=tokenizer.identity,
         template="",  # the assembler's to say
         kv_layout=info.kv_layout,
@@ -291,7 +295,7 @@ def _revision(settings: Settings, local: LocalModel, info: RunnerInfo, eos_token
     """A digest of what decides answers beside the namespace: with another one they may be others."""
     parts = [
         *(f"{name} {version(name)}" for name in ("ostinato", "torch", "transformers")),
-        f"{settings.device} {settings.dtype} {settings.tier_codec}",
+        f"{settings.device} {settings.dtype} {settings.quantization} {settings.tier_codec}",
         f"{info.max_model_len} {info.vocab_size} {sorted(eos_token_ids)}",
         *(digest_file(path) for path in sorted(local.path.glob("*config.json"))),
     ]

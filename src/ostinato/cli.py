@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -23,7 +23,7 @@ from . import (
     cli_replay,
     cli_warm,
 )
-from .config import Settings, parse_size, tame_waiting_threads
+from .config import QUANTIZATIONS, Settings, parse_size, tame_waiting_threads
 from .errors import ClientError, OstinatoError
 from .kv.codecs.spec import is_lossy
 from .kv.policy_names import POLICY_NAMES
@@ -83,6 +83,11 @@ def engine_options(command: F) -> F:
                 "--dtype",
                 type=click.Choice(["auto", "float32", "bfloat16", "float16"]),
                 help="Of weights and KV; auto: float32 on a processor, elsewhere the model's own.",
+            ),
+            click.option(
+                "--quantization",
+                type=click.Choice(QUANTIZATIONS),
+                help="Linear layers in eight bits on a processor: faster, answers may differ.",
             ),
             click.option("--device", help="Where torch computes: cpu, cuda, …"),
             click.option("--template", help="auto, chatml, …, or a file with a Jinja template."),
@@ -253,28 +258,8 @@ def serve(model: str | None, **options: Any) -> None:
     click.echo(f"Loading {settings.model} …")
     clock = SystemClock()
     runtime, front = with_answers(settings, clock, lambda: build_runtime(settings, clock, RichProgress()))
-    if runtime.info.reuse_reason:
-        click.secho(f"No KV reuse: {runtime.info.reuse_reason}.", fg="yellow")
-    if is_lossy(settings.tier_codec):
-        text = f"KV is stored as {settings.tier_codec}: answers that read it may differ (approximate_tokens)."
+    for text in _caveats(settings, runtime):
         click.secho(text, fg="yellow")
-
-    if settings.kv_budget is not None:
-        within = f"{settings.kv_budget} by {settings.retention}"
-        text = f"The KV of each request is kept within {within}: answers may differ."
-        click.secho(text, fg="yellow")
-
-    if settings.reuse == "moved":
-        text = f"Moved KV may be used (repair: {settings.reuse_repair}): answers may differ."
-        click.secho(text, fg="yellow")
-        if (reason := runtime.info.movement_reason) is not None:
-            click.secho(f"This model's KV is right at its own position only: {reason}.", fg="yellow")
-
-    if settings.semantic != "off":
-        share = f"{settings.semantic_budget:.1%}"
-        text = f"Questions may get the answer of others that mean the same; budget for near misses: {share}."
-        click.secho(text, fg="yellow")
-
     warming = _warming(runtime, settings)
 
     def ready(url: str) -> None:
@@ -303,6 +288,26 @@ def serve(model: str | None, **options: Any) -> None:
         if warming is not None:
             warming.stop()
         runtime.close()
+
+
+def _caveats(settings: Settings, runtime: Runtime) -> Iterator[str]:
+    """What the operator asked for that may change answers, and what this model cannot do."""
+    if runtime.info.reuse_reason:
+        yield f"No KV reuse: {runtime.info.reuse_reason}."
+    if settings.quantization is not None:
+        yield f"Linear layers are computed in {settings.quantization}: answers may differ from float32's."
+    if is_lossy(settings.tier_codec):
+        yield f"KV is stored as {settings.tier_codec}: answers that read it may differ (approximate_tokens)."
+    if settings.kv_budget is not None:
+        within = f"{settings.kv_budget} by {settings.retention}"
+        yield f"The KV of each request is kept within {within}: answers may differ."
+    if settings.reuse == "moved":
+        yield f"Moved KV may be used (repair: {settings.reuse_repair}): answers may differ."
+        if (reason := runtime.info.movement_reason) is not None:
+            yield f"This model's KV is right at its own position only: {reason}."
+    if settings.semantic != "off":
+        share = f"{settings.semantic_budget:.1%}"
+        yield f"Questions may get the answer of others that mean the same; budget for near misses: {share}."
 
 
 def _warming(runtime: Runtime, settings: Settings) -> BackgroundWarming | None:

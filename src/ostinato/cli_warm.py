@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from .config import Settings
+from .config import QUANTIZATIONS, Settings
 
 if TYPE_CHECKING:
     from .prompt.template import Template
@@ -61,6 +61,7 @@ _ENDS = {"done": "all of it", "full": "until its share of the cache was full", "
 @click.option("--store", type=click.Path(path_type=Path, file_okay=False), help="Model store.")
 @click.option("--template", help="auto, chatml, …, or a file with a Jinja template.")
 @click.option("--dtype", type=click.Choice(["auto", "float32", "bfloat16", "float16"]))
+@click.option("--quantization", type=click.Choice(QUANTIZATIONS))
 @click.option("--offline", is_flag=True, default=None, help="Never ask the network for a model.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def warm(names: tuple[str, ...], url: str | None, tier: Path | None, **options: Any) -> None:
@@ -78,7 +79,10 @@ def warm(names: tuple[str, ...], url: str | None, tier: Path | None, **options: 
         raise click.UsageError("--documents needs --url or --tier")
     if options["system"] is not None and documents is None:
         raise click.UsageError("--system is for --documents")
-    given = {name: options[name] for name in ("block_size", "store", "template", "dtype", "offline")}
+    given = {
+        name: options[name]
+        for name in ("block_size", "store", "template", "dtype", "quantization", "offline")
+    }
     if tier is not None:
         given |= {"shared_tier": tier, "shared_tier_bytes": options["tier_bytes"]}
     settings = Settings.from_environment(os.environ, model=model, **given)

@@ -28,6 +28,7 @@ _SIZES = (
     *("answers_bytes", "tenant_answers", "kv_recall"),
 )
 _PATHS = ("store", "shared_tier", "trace", "prompts", "message_rules", "canonical", "warm", "tenants")
+QUANTIZATIONS = ("int8",)
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 
@@ -54,6 +55,8 @@ class Settings:
             beside it; ``None``: four times what it is without.
         deadline: seconds that a request has where it does not say; ``None``: all it needs.
         dtype: ``auto`` (float32 on CPU, the model's own elsewhere), ``float32``, ``bfloat16``, ``float16``.
+        quantization: ``int8``: linear layers in eight bits on a processor, faster and smaller, at the price
+            of answers that may differ (``docs/devices.md``); ``None``: weights as they are.
         device: where torch computes.
         template: ``auto`` (the model's own), a named template, or a file with a Jinja template.
         message_rules: TOML file with roles of your own, and with rules for repeated roles and late system
@@ -142,6 +145,7 @@ class Settings:
     itl_target_ms: float | None = None
     deadline: float | None = None
     dtype: str = "auto"
+    quantization: str | None = None
     device: str = "cpu"
     template: str = "auto"
     message_rules: Path | None = None
@@ -268,6 +272,11 @@ class Settings:
         if self.policy not in POLICY_NAMES:
             raise ParameterError(
                 f"there is no policy {self.policy!r}; there are {', '.join(POLICY_NAMES)}", param="policy"
+            )
+        if self.quantization not in (None, *QUANTIZATIONS):
+            raise ParameterError(
+                f"quantization is {self.quantization!r}; it may be {', '.join(QUANTIZATIONS)}",
+                param="quantization",
             )
         if is_lossy(self.tier_codec) and self.shared_tier is None:
             raise ParameterError(

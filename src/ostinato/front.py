@@ -289,6 +289,10 @@ class Front:
         return self.runtime.model_name
 
     @property
+    def revision(self) -> str:
+        return self.runtime.revision
+
+    @property
     def created_s(self) -> int:
         return self.runtime.created_s
 

@@ -122,6 +122,11 @@ STATEFUL: dict[str, hf.PretrainedConfig] = {
 @functools.cache
 def build(name: str, *, own: bool) -> Any:
     """The model of that name, always with the same weights; ``own``: a second copy with its own attention."""
+    return fresh(name)
+
+
+def fresh(name: str) -> Any:
+    """A copy that a test may change."""
     config = copy.deepcopy({**PAGED, **STATEFUL}[name])  # a model changes its own configuration
     torch.manual_seed(sum(name.encode()))
     return hf.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
@@ -131,3 +136,9 @@ def build(name: str, *, own: bool) -> Any:
 def loaded(name: str) -> LoadedModel:
     """That model observed: once in a process, because observing changes it."""
     return observe_model(build(name, own=False))
+
+
+@functools.cache
+def quantized(name: str) -> LoadedModel:
+    """The same with its linear layers in eight bits."""
+    return observe_model(fresh(name), quantization="int8")

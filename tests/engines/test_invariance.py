@@ -11,7 +11,7 @@ import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from engines.models import VOCAB, loaded
+from engines.models import VOCAB, loaded, quantized
 from ostinato.engines.hf import load_model
 from ostinato.engines.runners import LoadedModel, forward
 from ostinato.kv.arena import Arena
@@ -71,10 +71,21 @@ def check(
     assert torch.equal(got, expected), f"among {len(others)}"
 
 
-@pytest.mark.parametrize("name", EXACT)
+@pytest.mark.parametrize("model", EXACT)
 @given(data=st.data())
 @settings(max_examples=6, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate])
-def test_any_architecture(name: str, data: st.DataObject) -> None:
+def test_any_architecture(model: str, data: st.DataObject) -> None:
+    check_drawn(loaded(model), data)
+
+
+@pytest.mark.parametrize("model", ["llama", "gemma3", "phi", "gpt2"])
+@given(data=st.data())
+@settings(max_examples=6, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate])
+def test_in_eight_bits(model: str, data: st.DataObject) -> None:
+    check_drawn(quantized(model), data)
+
+
+def check_drawn(model: LoadedModel, data: st.DataObject) -> None:
     seed = data.draw(st.integers(0, 2**20))
     chance = np.random.default_rng(seed)
     length = data.draw(st.integers(2, 90))
@@ -83,7 +94,7 @@ def test_any_architecture(name: str, data: st.DataObject) -> None:
         chance.integers(0, VOCAB, n).astype(np.int32)
         for n in data.draw(st.lists(st.integers(2, 60), max_size=6))
     ]
-    check(loaded(name), chance.integers(0, VOCAB, length).astype(np.int32), cuts, others, seed)
+    check(model, chance.integers(0, VOCAB, length).astype(np.int32), cuts, others, seed)
 
 
 @pytest.mark.model

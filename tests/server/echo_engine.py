@@ -162,6 +162,7 @@ class EchoEngine:
         max_model_len: int = 8192,
     ) -> None:
         self.model_name = "echo"
+        self.revision = "1"
         self.created_s = 1_700_000_000
         self.max_model_len = max_model_len
         self.tokenizer = ByteTokenizer()

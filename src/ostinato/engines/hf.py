@@ -26,6 +26,7 @@ from ..kv.arena import Arena
 from ..reuse.rope import Movement
 from ..types import SequencePlan, TokenArray
 from .packed import can_pack, pack_linears
+from .quantized import can_quantize, quantize_linears
 from .rotations import observe_movement
 from .runners import ATTENTION_NAME, LoadedModel, Probe, StatefulRunner, forward
 
@@ -45,15 +46,18 @@ def load_model(
     dtype: torch.dtype = torch.float32,
     device: str = "cpu",
     max_model_len: int | None = None,
+    quantization: str | None = None,
 ) -> LoadedModel:
     """Load the causal language model in folder ``path`` and observe its KV.
 
     Args:
         max_model_len: longest sequence in tokens; ``None``: what the model was made for (for frequencies
             that depend on the length: up to where they change, so that KV stays exchangeable).
+        quantization: ``int8``: linear layers in eight bits (``engines/quantized.py``); ``None``: as they are.
 
     Raises:
-        ModelUnsupportedError: the architecture is not one transformers can run as a causal LM.
+        ModelUnsupportedError: the architecture is not one transformers can run as a causal LM, or its
+            linear layers cannot be quantized here.
         ModelCorruptError: the weights do not fit the configuration.
     """
     try:
@@ -66,7 +70,13 @@ def load_model(
         raise ModelUnsupportedError(f"cannot load the model in {path}: {error}") from error
     except (OSError, RuntimeError) as error:
         raise ModelCorruptError(f"cannot read the model in {path}: {error}") from error
-    return observe_model(model.to(device).eval(), max_model_len=max_model_len)
+    model = model.to(device).eval()
+    if quantization is not None and not can_quantize(model.device, model.dtype):
+        raise ModelUnsupportedError(
+            f"{quantization} needs a processor, float32 and a torch with oneDNN's quantized layers; this is "
+            f"{model.dtype} on {model.device}"
+        )
+    return observe_model(model, max_model_len=max_model_len, quantization=quantization)
 
 
 @contextmanager
@@ -80,7 +90,9 @@ def _without_progress_bar() -> Iterator[None]:
             hf_logging.enable_progress_bar()
 
 
-def observe_model(model: Any, *, max_model_len: int | None = None) -> LoadedModel:
+def observe_model(
+    model: Any, *, max_model_len: int | None = None, quantization: str | None = None
+) -> LoadedModel:
     """Find out what KV ``model`` (a transformers causal LM, in eval mode) keeps, and if it can be cut."""
     config = model.config.get_text_config()
     limit, reason = _length_limit(config, max_model_len)
@@ -98,13 +110,15 @@ def observe_model(model: Any, *, max_model_len: int | None = None) -> LoadedMode
         weight_bytes=sum(parameter.nbytes for parameter in model.parameters()),
     )
     if loaded.reuse_reason is None:
-        loaded.reuse_reason = _observe(loaded)
+        loaded.reuse_reason = _observe(loaded, is_packed=quantization is None)
     if loaded.reuse_reason is None:
         loaded.movement = _movement(loaded)
     if loaded.reuse_reason is not None:
         loaded.layers, loaded.rules = (), {}
         loaded.keeps_state = _check_state(loaded)
         _log.warning("this model runs without KV reuse: %s", loaded.reuse_reason)
+    if quantization is not None:  # last: what is observed and checked is what the model itself computes
+        loaded.weight_bytes = quantize_linears(model)
     return loaded
 
 
@@ -162,7 +176,7 @@ def _eos_token_ids(model: Any) -> frozenset[int]:
 
 
 @torch.inference_mode()
-def _observe(loaded: LoadedModel) -> str | None:
+def _observe(loaded: LoadedModel, *, is_packed: bool) -> str | None:
     """Record the layers' shapes and rules, then check the paged way against the model's own."""
     model = loaded.model
     own = model.config._attn_implementation
@@ -178,7 +192,7 @@ def _observe(loaded: LoadedModel) -> str | None:
         if sorted(probe.shapes) != list(range(len(probe.shapes))) or not probe.shapes:
             problem = "not every layer reaches the attention seam"
         if problem is None:
-            if can_pack(loaded.device, loaded.dtype):
+            if is_packed and can_pack(loaded.device, loaded.dtype):
                 pack_linears(model)
             loaded.layers = tuple(probe.shapes[i] for i in range(len(probe.shapes)))
             loaded.rules = dict(probe.rules)

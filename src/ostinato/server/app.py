@@ -9,7 +9,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
-from importlib.metadata import version
 from typing import Any, Final, Protocol
 from uuid import uuid4
 
@@ -152,7 +151,7 @@ class _Doors:
         self._breakpoints = BreakpointReader(backend.tokenizer, rules, strict)
         self._pinner = Pinner(kept, rules) if kept is not None and settings.pin_breakpoints else None
         self._threads = ThreadPoolExecutor(_NUM_PREPARE_THREADS, thread_name_prefix="ostinato-prepare")
-        identity = f"{version('ostinato')}/{backend.model_name}/{backend.tokenizer.identity}"
+        identity = f"{backend.model_name}/{backend.tokenizer.identity}/{backend.revision}"
         self._fingerprint = f"fp_{blake3(identity.encode()).hexdigest(length=6)}"
 
     def routes(self) -> list[Route]:

@@ -43,6 +43,10 @@ class Backend(Protocol):
     def model_name(self) -> str: ...
 
     @property
+    def revision(self) -> str:
+        """Beside model and tokenizer, what decides answers: with another one they may be others."""
+
+    @property
     def created_s(self) -> int: ...
 
     @property
