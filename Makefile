@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 MAKEFLAGS += --no-print-directory
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: help setup run demo test check format docs bench bench-engine bench-assembly bench-matching bench-moving bench-observe bench-reuse bench-peers bench-prefix bench-serve bench-policies bench-responses bench-semantic bench-tiers bench-codecs bench-dashboard bench-retention bench-retention-oneshot bench-gateway bench-planner bench-weights soak soak-tier bench-tenants soak-sim screenshots lock clean
+.PHONY: help setup run demo test check format docs bench bench-engine bench-fleet bench-assembly bench-matching bench-moving bench-observe bench-reuse bench-peers bench-prefix bench-serve bench-policies bench-responses bench-semantic bench-tiers bench-codecs bench-dashboard bench-retention bench-retention-oneshot bench-gateway bench-planner bench-weights soak soak-tier bench-tenants soak-sim screenshots lock clean
 
 help:  ## Show this
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  %-14s %s\n", $$1, $$2}'
@@ -81,6 +81,9 @@ bench-policies: setup  ## Eviction policies on recorded traces, against the opti
 
 soak-sim: setup  ## Two hours of mixed traffic with faults in the simulator: memory stays flat
 	$(BIN)/python benchmarks/soak_sim.py
+
+bench-fleet: setup  ## A fleet: routed by prefix against taking turns, simulated on recorded traffic
+	$(BIN)/python benchmarks/fleet.py $(FLEET_OPTIONS)
 
 bench-planner: setup  ## Vendors' prompt caches: planned breakpoints against none, and against the optimum
 	$(BIN)/python benchmarks/planner.py

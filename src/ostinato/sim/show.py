@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from .compare import OPTIMUM, Row
+from .fleets import FleetRow
 
 
 def table(rows: Sequence[Row]) -> Table:
@@ -121,3 +122,26 @@ def print_rows(rows: Sequence[Row], *, with_chart: bool, console: Console | None
         console.print(table([row for row in rows if row.trace == trace]))
     if with_chart:
         console.print(chart(rows))
+
+
+def fleet_table(rows: Sequence[FleetRow]) -> Table:
+    """One line a row of one trace."""
+    shown = Table(box=None, header_style="dim", padding=(0, 1, 0, 0), title_justify="left")
+    shown.title = rows[0].trace if rows else None
+    shown.add_column("routing", no_wrap=True)
+    for title in ("workers", "shared", "hits", "TTFT p50", "p90", "p99", "network", "most", "map"):
+        shown.add_column(title, justify="right", no_wrap=True)
+    for row in rows:
+        shown.add_row(
+            row.routing,
+            f"{row.num_workers:,}",
+            _short(row.global_capacity),
+            f"{100 * row.hit_rate:.1f}%",
+            f"{row.ttft_p50_s:.2f}s",
+            f"{row.ttft_p90_s:.1f}s",
+            f"{row.ttft_p99_s:.1f}s",
+            f"{_short(row.network_bytes)}B",
+            f"{row.most_over_mean:.2f}",
+            f"{row.map_bytes_per_token:.2f}B",
+        )
+    return shown
