@@ -112,7 +112,7 @@ bench-responses: setup  ## What a kept answer takes; calls that a thousand equal
 bench-dashboard: setup  ## What the dashboard costs, and how large its picture of the tree is
 	$(BIN)/python benchmarks/dashboard.py
 
-screenshots: setup  ## Make the pictures of docs/dashboard.md (two minutes; needs Chromium)
+screenshots: setup  ## Make the pictures of docs/tour.md (two minutes; needs Chromium)
 	$(BIN)/python tests/dashboard/screenshots.py
 
 bench-semantic: setup  ## What the semantic cache serves, and what it serves wrongly

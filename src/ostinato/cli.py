@@ -231,6 +231,7 @@ def _settings(model: str | None, **options: Any) -> Settings:
 @click.option("--cache-ttl", type=float, help="Seconds after its last use for which KV is kept.")
 @click.option("--pinned-share", type=float, help="Part of --kv-cache that may be pinned, 0 to 1.")
 @click.option("--admin-key", help="Key for `ostinato cache`. Better: OSTINATO_ADMIN_KEY.")
+@click.option("--dollars-per-hour", type=float, help="What the machine costs: prices time saved.")
 @click.option("--drain-timeout", type=float, help="Seconds for running requests at shutdown.")
 @click.option("--anthropic-rules", help="Count caching on /v1/messages by the rules of this Anthropic model.")
 @click.option(
@@ -275,6 +276,7 @@ def serve(model: str | None, **options: Any) -> None:
         drain_timeout_s=settings.drain_timeout,
         anthropic_rules=settings.anthropic_rules or "",
         pin_breakpoints=settings.pin_breakpoints,
+        dollars_per_hour=settings.dollars_per_hour,
     )
     try:
         answers = None if front is None else front.exact

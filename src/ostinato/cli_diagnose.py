@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Sequence
 from datetime import UTC, date, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -14,6 +15,8 @@ from .cli_model import json_option, model_option, offline_option, store_option, 
 from .errors import ParameterError, UpstreamError
 
 if TYPE_CHECKING:
+    from .diagnose.live import Samples
+    from .diagnose.material import Asked
     from .diagnose.writing import Writer
 
 _TEMPLATE = click.option(
@@ -103,23 +106,31 @@ def doctor(
 
     SOURCE is a log of requests (JSON lines: bodies of OpenAI's or Anthropic's, recorded sessions, ShareGPT,
     or what ostinato serve writes with --trace; best with --trace-content), a folder of such, or the address
-    of a running server (http://…), of which only the counters are read.
+    of a running server (http://…): with its admin key in OSTINATO_ADMIN_KEY the requests it remembers are
+    looked into, without it only its counters.
     """
     from rich.console import Console
 
     from .diagnose.doctor import examine
+    from .diagnose.findings import Report
+    from .diagnose.live import examine_server, together, with_evictions
     from .diagnose.material import read_requests
     from .diagnose.show import print_report
 
+    def looked_into(requests: Sequence[Asked]) -> Report:
+        has_content = any(asked.has_content for asked in requests)
+        writer = _writer(model, store, offline, template) if has_content else None
+        return examine(requests, writer, on=_today(), price=price, try_fixes=not no_replay)
+
     if source.startswith(("http://", "https://")):
-        report = _of_server(source)
+        samples, requests = _of_server(source.rstrip("/"))
+        report = examine_server(samples)
+        if requests:
+            report = together(looked_into(with_evictions(requests, samples)), report)
     else:
         if not Path(source).exists():
             raise ParameterError(f"there is no file or folder {source}", param="source")
-        requests = read_requests(Path(source))
-        has_content = any(asked.has_content for asked in requests)
-        writer = _writer(model, store, offline, template) if has_content else None
-        report = examine(requests, writer, on=_today(), price=price, try_fixes=not no_replay)
+        report = looked_into(read_requests(Path(source)))
     if as_json:
         click.echo(json.dumps(report.as_dict(), ensure_ascii=False))
     else:
@@ -136,20 +147,33 @@ def _writer(model: str | None, store: Path | None, offline: bool | None, templat
     return Writer(tokenizer, None if template == "plain" else template_of(tokenizer, nonce, template))
 
 
-def _of_server(url: str) -> Any:
+def _of_server(url: str) -> tuple[Samples, list[Asked]]:
+    """Its counters, and the requests it remembers where its admin key is known."""
+    from .diagnose.live import read_exposition
+    from .diagnose.material import read_lines
+
+    samples = read_exposition(_got(f"{url}/metrics", os.environ.get("OSTINATO_API_KEY", "")).decode())
+    admin_key = os.environ.get("OSTINATO_ADMIN_KEY", "")
+    if not admin_key:
+        text = "Only its counters are read: with its admin key in OSTINATO_ADMIN_KEY its requests are, too."
+        click.secho(text, fg="yellow", err=True)
+        return samples, []
+    return samples, read_lines(_got(f"{url}/v1/ostinato/requests", admin_key), url)
+
+
+def _got(url: str, key: str) -> bytes:
     import httpx2
 
-    from .diagnose.live import examine_server, read_exposition
-
-    key = os.environ.get("OSTINATO_API_KEY", "")
     headers = {"authorization": f"Bearer {key}"} if key else {}
     try:
-        reply = httpx2.get(f"{url.rstrip('/')}/metrics", headers=headers, timeout=10.0)
+        reply = httpx2.get(url, headers=headers, timeout=60.0)
     except httpx2.HTTPError as error:
         raise UpstreamError(f"{url} does not answer: {error}") from error
     if reply.status_code != 200:
-        raise UpstreamError(f"{url}/metrics answers {reply.status_code}: is it an Ostinato server?")
-    return examine_server(read_exposition(reply.text))
+        raise UpstreamError(
+            f"{url} answers {reply.status_code}: is it an Ostinato server, and the key right?"
+        )
+    return reply.content
 
 
 def _today() -> date:

@@ -128,6 +128,7 @@ class Settings:
         anthropic_rules: a model of Anthropic's by whose cache rules ``/v1/messages`` counts, to test clients
             against; ``None``: what was really read and written.
         pin_breakpoints: keep KV up to ``cache_control`` for its time, as a pin does.
+        dollars_per_hour: what the machine costs: by it the dashboard says what time saved is worth.
     """
 
     model: str = DEFAULT_MODEL
@@ -198,6 +199,7 @@ class Settings:
     drain_timeout: float = 30.0
     anthropic_rules: str | None = None
     pin_breakpoints: bool = False
+    dollars_per_hour: float | None = None
 
     @property
     def trim_rules(self) -> TrimRules:
@@ -269,6 +271,8 @@ class Settings:
             raise ParameterError(
                 "max_model_len must be at least 2: one token to ask, one to answer", param="max_model_len"
             )
+        if self.dollars_per_hour is not None and not 0 <= self.dollars_per_hour < float("inf"):
+            raise ParameterError("dollars_per_hour must be 0 or more", param="dollars_per_hour")
         if self.policy not in POLICY_NAMES:
             raise ParameterError(
                 f"there is no policy {self.policy!r}; there are {', '.join(POLICY_NAMES)}", param="policy"

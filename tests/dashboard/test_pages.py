@@ -16,6 +16,7 @@ from ostinato.kv.manager import KVManager
 from ostinato.kv.terms import Selection, tenant_id
 from ostinato.server.dashboard.asked import stop_text
 from ostinato.server.dashboard.assets import assets
+from ostinato.server.dashboard.overview import figures
 from ostinato.server.dashboard.tree import MAX_BYTES, tree_data
 
 
@@ -61,6 +62,15 @@ def test_kinds_and_named_prompts_stand_apart(guarded: Stage, visit: Visit) -> No
     assert only.count("<tr>") - 1 == len(
         [e for e in guarded.dashboard.recent.newest(1000) if e.pattern == "rag"]
     )
+
+
+def test_time_saved_has_a_price_where_the_machines_is_known(guarded: Stage, visit: Visit) -> None:
+    assert "money-saved" not in visit.get("/").text
+    history, load = guarded.dashboard.history, guarded.engine.runtime.health()
+    saved = figures(history, load, "all", dollars_per_hour=3.6)["saved"]
+    assert saved.time_s > 0
+    assert float(saved.money) == pytest.approx(saved.time_s / 1000)
+    assert figures(history, load, "all")["saved"].money is None
 
 
 def test_the_series_is_one_row_a_step(guarded: Stage, visit: Visit) -> None:

@@ -9,14 +9,15 @@ import pytest
 
 from diagnose.conftest import DAY
 from diagnose.planted import Log, healthy, planted
+from diagnose.planted_vendors import healthy_vendors, in_the_head, planted_vendors
 from ostinato.diagnose.doctor import examine
 from ostinato.diagnose.findings import Report
 from ostinato.diagnose.material import read_requests
 from ostinato.diagnose.repair import MENDED
 from ostinato.diagnose.writing import Writer
 
-PLANTED = list(planted())
-HEALTHY = list(healthy())
+PLANTED = [*planted(), *planted_vendors()]
+HEALTHY = [*healthy(), *healthy_vendors()]
 
 
 def looked_at(log: Log, writer: Writer, folder: Path) -> Report:
@@ -54,3 +55,18 @@ def test_there_are_enough_of_them() -> None:
 def test_no_false_alarm(log: Log, writer: Writer, tmp_path: Path) -> None:
     report = looked_at(log, writer, tmp_path)
     assert not report.findings, [(f.kind, f.where, f.lost_tokens, f.examples) for f in report.findings]
+
+
+@pytest.mark.model
+def test_three_faults_in_one_head_are_told_apart_and_shown_in_words(writer: Writer, tmp_path: Path) -> None:
+    report = looked_at(in_the_head(), writer, tmp_path)
+    assert {item.kind for item in report.findings} == {"timestamp", "id", "user_data"}
+    shown = {item.kind: item.examples[0] for item in report.findings}
+    assert "2026-09-11T08:0" in shown["timestamp"]
+    assert "req_" in shown["id"]
+    assert "@example.com" in shown["user_data"]
+    assert report.hit_rate < 0.15
+    assert report.possible_rate > 0.6
+    assert report.possible_tokens - report.hit_tokens == sum(
+        item.gain_tokens or 0 for item in report.findings
+    )

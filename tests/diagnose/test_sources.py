@@ -8,11 +8,13 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import numpy as np
 import pytest
 from click.testing import CliRunner
 
 import ostinato
+from dashboard.stage import ADMIN, on_stage
 from diagnose.conftest import DAY
 from diagnose.planted import DOCUMENTS, QUESTIONS, SYSTEM, one_shots
 from doors.tiny import save_tiny_chat_model
@@ -29,6 +31,7 @@ from ostinato.prompt.tokens import HFTokenizer
 from ostinato.records import RecordMaker, log_key
 from ostinato.request_log import line_of
 from ostinato.runtime import Health
+from ostinato.server import server_settings
 from ostinato.types import Conversation, GenerationRequest, Message, Usage
 
 pytestmark = pytest.mark.model
@@ -157,7 +160,7 @@ def test_a_servers_counters_say_how_its_cache_is_run() -> None:
     assert well.hit_rate == pytest.approx(8 / 9)
 
 
-def test_a_server_is_asked_over_http() -> None:
+def test_a_server_is_asked_over_http(monkeypatch: pytest.MonkeyPatch) -> None:
     text = counters(
         PrefixLookedUp(9_000, 0), RequestFinished("stop", Usage(9_000, 0, 0, 1), GenerationRequest("x"))
     )
@@ -176,6 +179,7 @@ def test_a_server_is_asked_over_http() -> None:
     thread.start()
     try:
         url = f"http://127.0.0.1:{server.server_address[1]}"
+        monkeypatch.delenv("OSTINATO_ADMIN_KEY", raising=False)
         result = CliRunner().invoke(main, ["doctor", url, "--fail-under", "0.5"])
         assert result.exit_code == 1
         assert "cache off" in result.output
@@ -185,6 +189,49 @@ def test_a_server_is_asked_over_http() -> None:
         thread.join()
         server.server_close()
     assert CliRunner().invoke(main, ["doctor", url]).exit_code == 1
+
+
+def test_the_holder_of_the_admin_key_has_a_servers_requests_looked_into(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = save_tiny_chat_model(tmp_path / "tiny")
+    with (
+        ostinato.load(folder, kv_cache=1 << 20, block_size=4) as engine,
+        on_stage(engine, api_keys="sk-anna", admin_key=ADMIN) as stage,
+    ):
+        with stage.client("sk-anna") as client:
+            for number in range(4):
+                talk: list[Any] = [
+                    {
+                        "role": "system",
+                        "content": f"Current time: 2026-09-11T08:0{number}:00Z\n{SYSTEM[:300]}",
+                    },
+                    {"role": "user", "content": QUESTIONS[number]},
+                ]
+                client.chat.completions.create(
+                    model=engine.runtime.model_name, messages=talk, max_tokens=2, temperature=0
+                )
+        stage.recorded(4)
+        monkeypatch.delenv("OSTINATO_ADMIN_KEY", raising=False)
+        monkeypatch.setenv("OSTINATO_API_KEY", "sk-anna")
+        counted = CliRunner().invoke(main, ["doctor", stage.url, "--json"])
+        assert json.loads(counted.stdout)["num_requests"] == 4
+        assert "OSTINATO_ADMIN_KEY" in counted.stderr
+        monkeypatch.setenv("OSTINATO_ADMIN_KEY", ADMIN)
+        told = CliRunner().invoke(main, ["doctor", stage.url, "--json"])
+        assert told.exit_code == 0, told.output
+        report = json.loads(told.stdout)
+        assert report["findings"][0]["kind"] == "timestamp"
+        assert report["findings"][0]["gain_tokens"] > 0
+        assert report["is_measured"]
+        assert "sk-anna" not in told.stdout
+        asked = httpx2.get(f"{stage.url}/v1/ostinato/requests", headers={"authorization": f"Bearer {ADMIN}"})
+        lines = [json.loads(line) for line in asked.text.splitlines()]
+        assert len(lines) == 4
+        secret = server_settings(api_keys="sk-anna").api_keys[0].salt
+        assert all(line["salt"] not in ("", secret) for line in lines), "a salt is the tenant's secret"
+        monkeypatch.setenv("OSTINATO_ADMIN_KEY", "wrong")
+        assert CliRunner().invoke(main, ["doctor", stage.url]).exit_code == 1
 
 
 @pytest.mark.skipif(not SESSIONS.is_dir(), reason="the recorded agent sessions are not here")

@@ -55,6 +55,9 @@ _USER = re.compile(
     re.IGNORECASE | re.MULTILINE,
 )
 _THINK = re.compile(r"</?think(?:ing)?>")
+_WORD_TOKENS: Final = 24
+_WORD_END = re.compile(r"\S{0,40}\Z")
+_WORD_START = re.compile(r"\A\S{0,40}")
 _KEYED = re.compile(r'"[^"\n]+"\s*:')
 
 
@@ -121,7 +124,8 @@ def causes_of(
     kinds = text_causes(wide_was, wide_now)
     if not kinds or kinds[-1] == "content":
         kinds = [*kinds[:-1], _by_place(b, gap, wide_was, wide_now, is_last=is_last)]
-    return tuple(Cause(kind, where, _shown(was), _shown(now)) for kind in kinds)
+    words = _shown(_in_words(a, gap.a, gap.a_end)), _shown(_in_words(b, gap.b, gap.b_end))
+    return tuple(Cause(kind, where, *words) for kind in kinds)
 
 
 # ---------------------------------------------------------------- by what was sent
@@ -317,6 +321,16 @@ def _widened(written: Written, start: int, end: int) -> str:
     text = written.text(start, end)
     after = "" if text.endswith("\n") else written.text(end, end + _CONTEXT_TOKENS).partition("\n")[0]
     return before + text + after
+
+
+def _in_words(written: Written, start: int, end: int) -> str:
+    """The text of a range with the rest of the words it begins and ends in."""
+    before = written.text(start - _WORD_TOKENS, start)
+    text = written.text(start, end)
+    after = written.text(end, end + _WORD_TOKENS)
+    head = "" if text[:1].isspace() else _WORD_END.findall(before)[0]
+    tail = "" if text[-1:].isspace() else _WORD_START.findall(after)[0]
+    return head + text + tail
 
 
 def _shown(text: str) -> str:

@@ -24,7 +24,14 @@ from .digests import segment_losses
 from .findings import NOTES, Finding, Group, Report
 from .kin import Kin, alike, are_strangers, space_of
 from .material import Asked
-from .measured import Measured, lost_to_breakpoints, measured_losses, measured_of, readable
+from .measured import (
+    Measured,
+    has_too_many_breakpoints,
+    lost_to_breakpoints,
+    measured_losses,
+    measured_of,
+    readable,
+)
 from .repair import MENDED, repaired
 from .replaying import hits_of
 from .writing import Writer, Written
@@ -37,6 +44,7 @@ _SMALL_LOG: Final = 10
 _VARIANTS: Final = frozenset({"system_text", "user_data", "content", "tools_changed"})
 _MAX_REPLAY_TOKENS: Final = 1_500_000
 _MAX_TRIED: Final = 8
+_NO_GAIN: Final = frozenset({"key_without_identity", "too_many_breakpoints"})
 _NOTHING_RATE: Final = 0.05
 
 
@@ -137,6 +145,8 @@ def _look(written: Sequence[Written], ideal: Sequence[int], losses: Losses, on: 
             losses["model", ""].add(each.asked, best.num_common)
         elif kind := _changed_parameter(written[relative].asked, each.asked):
             losses["parameter", kind].add(each.asked, best.num_common)
+        if has_too_many_breakpoints(each.asked, on):
+            losses["too_many_breakpoints", ""].add(each.asked, best.num_common)
         if lost := lost_to_breakpoints(best, on):
             kind, where = (
                 ("no_breakpoint", "") if best.cause.is_harmless else (best.cause.kind, best.cause.where)
@@ -303,7 +313,7 @@ def _tried(
     for item in findings:
         if item.kind not in MENDED:
             # The log needs no repair: the replay with room for all is what it could have had.
-            if item.kind == "key_without_identity":  # what is wrong is not that something was computed
+            if item.kind in _NO_GAIN:  # what is wrong is not that something was computed
                 tried.append(item)
                 continue
             gain = min(item.lost_tokens, max(0, ideal - measured))

@@ -14,6 +14,7 @@ FIXES: Final[Mapping[str, str]] = {
     " with breakpoints, "
     "set cache_control.",
     "no_breakpoint": "Set cache_control at the end of what stays the same; ostinato plan says where.",
+    "too_many_breakpoints": "Set four of them at most: the vendor refuses requests with more.",
     "short_prefix": "Make the part that stays the same longer than what the vendor caches at"
     " all, or let it be.",
     "capacity": "Give the cache more room, or a shared tier below it: what comes back has been evicted.",
@@ -31,7 +32,8 @@ FIXES: Final[Mapping[str, str]] = {
     "write_back": "Let the shared tier keep up: raise its buffers, or take a faster disk.",
     "tier_failures": "Look at the shared tier's disk: blocks that are there cannot be read.",
     "preemption": "Give requests more KV, or run fewer at once: sequences are thrown out and computed again.",
-    "unexplained": "Compare two of the requests with ostinato diff.",
+    "unexplained": "The beginning was the same, and in time: look at what does not stand in the request"
+    " (key, workspace, region, headers).",
 }  # fmt: skip
 NOTES: Final = frozenset({"nothing_to_share"})
 """What is said and is nobody's fault."""

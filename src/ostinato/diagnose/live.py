@@ -1,19 +1,22 @@
-"""What a running server's counters say, without a log: only how its cache is run, not what is in the
-prompts."""
+"""What a running server says: its counters, of how its cache is run, and for the holder of its admin key the
+requests it remembers, of what is in the prompts."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Final
 
 from .findings import Finding, Report
+from .material import Asked
 
 _SAMPLE = re.compile(r"^(?:ostinato_)(\w+?)(?:\{([^}]*)\})? (\S+)$", re.MULTILINE)
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 _MIN_TOKENS: Final = 1_000
 _EVICTED: Final = {"capacity": "capacity", "quota": "quota", "expired": "ttl_gap", "purged": "purged"}
 _NOT_WRITTEN: Final = 0.05
+_ONLY_COUNTED: Final = frozenset({"write_back", "tier_failures", "preemption"})
 
 Samples = Mapping[tuple[str, str], float]
 
@@ -66,6 +69,25 @@ def examine_server(samples: Samples) -> Report:
     num_requests = int(sum(value for (name, _), value in _named(samples, "requests_finished_total")))
     possible = min(looked_up, hits + sum(item.lost_tokens for item in found))
     return Report(num_requests, int(looked_up), int(hits), int(possible), True, tuple(found))
+
+
+def with_evictions(requests: Sequence[Asked], samples: Samples) -> list[Asked]:
+    """A server's requests with what its cache gave up since its start, by reason: the counters say so."""
+    evicted = {
+        reason: int(samples.get(("prefix_cache_evicted_tokens_total", reason), 0)) for reason in _EVICTED
+    }
+    evicted = {reason: count for reason, count in evicted.items() if count}
+    if not requests or not evicted:
+        return list(requests)
+    first = replace(requests[0], line={**requests[0].line, "evicted": evicted})
+    return [first, *requests[1:]]
+
+
+def together(of_requests: Report, of_counters: Report) -> Report:
+    """A report on a server's requests, with what only its counters know of how it is run."""
+    more = tuple(item for item in of_counters.findings if item.kind in _ONLY_COUNTED)
+    found = sorted((*of_requests.findings, *more), key=lambda item: -item.lost_tokens)
+    return replace(of_requests, findings=tuple(found))
 
 
 def _named(samples: Samples, name: str) -> Iterator[tuple[tuple[str, str], float]]:

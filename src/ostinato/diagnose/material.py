@@ -137,6 +137,15 @@ def read_requests(path: Path) -> list[Asked]:
     return found
 
 
+def read_lines(data: bytes, source: str) -> list[Asked]:
+    """The requests of a request log that came from elsewhere than a file.
+
+    Raises:
+        TraceError: a line is not JSON.
+    """
+    return [request for where, row in _lines(data, source) for request in _read(where, row)]
+
+
 def read_one(given: str) -> Asked:
     """One request: ``FILE`` (JSON, or any text), ``FILE:LINE`` or ``FILE#ID`` of a log.
 
@@ -192,8 +201,11 @@ def _rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     if isinstance(whole, dict):
         yield f"{path}, line 1", whole
         return
-    lines = data.splitlines()
-    for number, line in enumerate(lines, 1):
+    yield from _lines(data, str(path))
+
+
+def _lines(data: bytes, source: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    for number, line in enumerate(data.splitlines(), 1):
         if not line.strip():
             continue
         try:
@@ -201,9 +213,9 @@ def _rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         except orjson.JSONDecodeError as error:
             if line.startswith(b'{"v":') and not line.rstrip().endswith(b"}"):
                 continue  # a crash cut it short
-            raise TraceError(f"{path}, line {number}: not JSON ({error})") from error
+            raise TraceError(f"{source}, line {number}: not JSON ({error})") from error
         if isinstance(row, dict):
-            yield f"{path}, line {number}", row
+            yield f"{source}, line {number}", row
 
 
 def _read(where: str, row: Mapping[str, Any]) -> Iterator[Asked]:

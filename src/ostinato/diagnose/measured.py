@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date
 from typing import Any, Final
 
 import numpy as np
+from blake3 import blake3
 
 from ..errors import ParameterError
 from ..providers.rules import CacheRules, builtin_table, vendor_of_model
@@ -19,17 +21,18 @@ from .writing import Written
 MIN_SHORT_TOKENS: Final = 64
 _SHORT_SHARE: Final = 0.1
 _FAN_OUT_S: Final = 5.0
-_ENDING_TOKENS: Final = 1
 _EVICTED: Final = {"capacity": "capacity", "quota": "quota", "expired": "ttl_gap", "purged": "purged"}
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What was found of a request's prompt, by whoever answered it. ``why``: our own trace says, too."""
+    """What was found of a request's prompt, and newly kept, by whoever answered it. ``why``: our own trace
+    says so."""
 
     prompt_tokens: int
     cached_tokens: int
     why: str = ""
+    written_tokens: int = 0
 
 
 def measured_of(asked: Asked) -> Measured | None:
@@ -58,7 +61,7 @@ def _of_usage(usage: Mapping[str, Any]) -> Measured | None:
     if read is not None:
         rest = count(usage, "input_tokens") or 0
         written = count(usage, "cache_creation_input_tokens", "cache_write") or 0
-        return Measured(rest + read + written, read)
+        return Measured(rest + read + written, read, written_tokens=written)
     total = count(usage, "prompt_tokens", "input_tokens")
     details = usage.get("prompt_tokens_details", usage.get("input_tokens_details"))
     cached = count(details, "cached_tokens")
@@ -74,7 +77,11 @@ def measured_losses(
     measured: Sequence[Measured | None],
     on: date,
 ) -> Iterator[tuple[str, int, int]]:
-    """Kind, request and tokens of everything that a cache with room for all finds, and this one did not."""
+    """Kind, request and tokens of everything that a cache with room for all finds, and this one did not.
+
+    What lies behind a vendor's last breakpoint cannot be read by anybody: it is lost to that, which shows in
+    the requests themselves.
+    """
     short: list[tuple[int, int]] = []
     for number, item in enumerate(measured):
         if item is None or item.prompt_tokens == 0:
@@ -85,13 +92,17 @@ def measured_losses(
             short.append((number, lost))
     if not short:
         return
-    never = all(item is None or item.cached_tokens == 0 for item in measured)
+    never = all(item is None or item.cached_tokens == item.written_tokens == 0 for item in measured)
+    found = readable(written, ideal, on)
     evictions = _Evictions(asked)
     for number, lost in short:
         item = measured[number]
         assert item is not None, "a shortfall of what was not measured"
         why = _why(number, asked, written, item, ideal[number], evictions, on, never=never)
-        if why != "no_breakpoint":  # which shows without measuring, too
+        if why != "short_prefix":
+            share = item.cached_tokens / item.prompt_tokens
+            lost = min(lost, int(found[number] - share * len(written[number].tokens)))
+        if why != "no_breakpoint" and lost >= MIN_SHORT_TOKENS:
             yield why, number, lost
 
 
@@ -101,15 +112,22 @@ def lost_to_breakpoints(diff: Diff, on: date) -> int:
     rules = rules_of(diff.b.asked, on)
     if rules is None or rules.mechanism != "markers" or diff.num_common < rules.min_tokens:
         return 0
-    ends = [end for each in (diff.a, diff.b) for end in _breakpoint_ends(each)]
-    readable = max((end for end in ends if end <= diff.num_common + _ENDING_TOKENS), default=0)
-    lost = diff.num_common - readable
+    one, other = diff.a.asked, diff.b.asked
+    marks = marked_messages(other)
+    same = [x == y for x, y in zip(_beginnings(one), _beginnings(other), strict=False)]
+    ends = _message_ends(diff.b)
+    read = [
+        n
+        for n in (*marks, *marked_messages(one))
+        if n < len(same) and same[n] and n <= max(marks, default=-1)
+    ]
+    lost = diff.num_common - max((ends[n] for n in read if n in ends), default=0)
     return lost if lost >= MIN_SHORT_TOKENS else 0
 
 
 def readable(written: Sequence[Written], hits: Sequence[int], on: date) -> list[int]:
     """Of what each request has in common with earlier ones: what can be read. Of vendors that read up to
-    breakpoints that is what ends where this request or an earlier one with the same beginning has one."""
+    breakpoints that is what ends where an earlier one that begins alike has one, up to this one's last."""
     known: set[bytes] = set()
     found: list[int] = []
     for each, hit in zip(written, hits, strict=True):
@@ -117,22 +135,31 @@ def readable(written: Sequence[Written], hits: Sequence[int], on: date) -> list[
         if rules is None or rules.mechanism != "markers":
             found.append(hit)
             continue
-        own = [(end, each.tokens[:end].tobytes()) for end in _breakpoint_ends(each)]
-        ends = [end for end in _message_ends(each) if end <= hit and each.tokens[:end].tobytes() in known]
-        found.append(max((end for end in ends if end >= rules.min_tokens), default=0))
-        known.update(beginning for _, beginning in own)
+        beginnings, ends = _beginnings(each.asked, each.asked.model + each.asked.salt), _message_ends(each)
+        marks = [n for n in marked_messages(each.asked) if 0 <= n < len(beginnings)]
+        readable = [n for n in range(max(marks, default=-1) + 1) if beginnings[n] in known and n in ends]
+        end = max((min(ends[n], hit) for n in readable), default=0)
+        found.append(end if end >= rules.min_tokens else 0)
+        known.update(beginnings[n] for n in marks)
     return found
 
 
-def _message_ends(written: Written) -> list[int]:
-    changes = np.flatnonzero(np.diff(written.owners)) + 1
-    return [*changes.tolist(), len(written.owners)]
+def _beginnings(asked: Asked, space: str = "") -> list[bytes]:
+    """A digest of all up to each message of a conversation: where its tokens end depends on what follows."""
+    talk = asked.conversation
+    digest = blake3(repr((space, () if talk is None else talk.tools)).encode("utf-8", "surrogatepass"))
+    found: list[bytes] = []
+    for message in () if talk is None else talk.messages:
+        digest.update(repr(message).encode("utf-8", "surrogatepass"))
+        found.append(digest.digest())
+    return found
 
 
-def _breakpoint_ends(written: Written) -> list[int]:
-    labels = {f"messages[{number}] (" for number in marked_messages(written.asked)}
-    numbers = [n for n, label in enumerate(written.labels) if any(label.startswith(mark) for mark in labels)]
-    return [int(np.flatnonzero(written.owners == number)[-1]) + 1 for number in numbers]
+def _message_ends(written: Written) -> dict[int, int]:
+    """The token behind each message that has any."""
+    changes = [*(np.flatnonzero(np.diff(written.owners)) + 1).tolist(), len(written.owners)]
+    ends = {written.message_at(end - 1): end for end in changes if end}
+    return {number: end for number, end in ends.items() if number is not None}
 
 
 def _why(
@@ -163,11 +190,10 @@ def _why(
     gap_s = None
     if before is not None and each.at_s is not None and asked[before].at_s is not None:
         gap_s = each.at_s - (asked[before].at_s or 0.0)
-    if gap_s is not None and gap_s < _taken_s(asked[before or 0]):
+    if gap_s is not None and gap_s < _taken_s(asked[before or 0]) and not _goes_on(asked[before or 0], each):
         return "fan_out"
     if rules is not None:
-        ttl = rules.lifetime(rules.default_ttl).seconds
-        if gap_s is not None and gap_s > ttl:
+        if gap_s is not None and gap_s > _ttl_s(rules, asked[before or 0]):
             return "ttl_gap"
         if rules.look_back and before is not None and _num_new_blocks(asked[before], each) > rules.look_back:
             return "look_back"
@@ -184,6 +210,14 @@ def _provider(number: int, written: Sequence[Written]) -> int | None:
     return best
 
 
+def _goes_on(before: Asked, after: Asked) -> bool:
+    """Whether a request has the answer to an earlier one in it: they were not under way at once."""
+    one, other = before.conversation, after.conversation
+    if one is None or other is None or len(other.messages) <= len(one.messages):
+        return False
+    return other.messages[len(one.messages)].role == "assistant"
+
+
 def _taken_s(asked: Asked) -> float:
     """How long a request computed its prompt, or was thought to."""
     for name in ("ttft_s", "total_s", "duration_s", "latency_s"):
@@ -191,6 +225,29 @@ def _taken_s(asked: Asked) -> float:
         if isinstance(value, int | float) and not isinstance(value, bool):
             return float(value)
     return _FAN_OUT_S if asked.at_s is not None and asked.line.get("output") is None else 0.0
+
+
+def has_too_many_breakpoints(asked: Asked, on: date) -> bool:
+    """Whether its vendor refuses a request for the number of its breakpoints."""
+    rules = rules_of(asked, on)
+    if rules is None or rules.mechanism != "markers" or not rules.max_markers:
+        return False
+    return _num_marks(asked.body) > rules.max_markers
+
+
+def _ttl_s(rules: CacheRules, asked: Asked) -> float:
+    """How long what a request wrote is kept: the longest that one of its breakpoints says."""
+    named = [
+        name for name in (life.name for life in rules.ttl) if f'"ttl": "{name}"' in json.dumps(asked.body)
+    ]
+    return float(max(rules.lifetime(name).seconds for name in named or (rules.default_ttl,)))
+
+
+def _num_marks(value: Any) -> int:
+    if isinstance(value, Mapping):
+        own = isinstance(value.get("cache_control"), Mapping)
+        return own + sum(_num_marks(each) for name, each in value.items() if name != "cache_control")
+    return sum(_num_marks(each) for each in value) if isinstance(value, list) else 0
 
 
 def _num_new_blocks(before: Asked, after: Asked) -> int:

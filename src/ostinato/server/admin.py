@@ -27,7 +27,8 @@ from .settings import ApiKey, ServerSettings
 
 ADMIN_PREFIX: Final = "/v1/ostinato/"
 ADMIN_ROUTES: Final = frozenset(
-    ADMIN_PREFIX + name for name in ("cache", "cache/purge", "cache/pin", "cache/unpin", "cache/forget")
+    ADMIN_PREFIX + name
+    for name in ("cache", "cache/purge", "cache/pin", "cache/unpin", "cache/forget", "requests")
 )
 
 Name = Annotated[str, Field(min_length=1, max_length=1024)]

@@ -25,7 +25,7 @@ from starlette.routing import Route
 from ..errors import PromptTooLongError, UnknownModelError
 from ..observe import AnswerGauges, HttpMetrics, LoadGauges, PrometheusObserver, exposition, new_registry
 from ..providers.rules import builtin_table
-from .admin import AdminDoor, Kept, KeptAnswers
+from .admin import ADMIN_PREFIX, AdminDoor, Kept, KeptAnswers
 from .answering import Answer
 from .anthropic import COUNT_ROUTE, MESSAGES_ROUTE, MessagesRequest, MessageWriter, message_event
 from .backend import Backend
@@ -92,6 +92,7 @@ def create_app(
         routes=[
             *doors.routes(),
             *(admin.routes() if admin is not None else ()),
+            *((Route(ADMIN_PREFIX + "requests", dashboard.logged),) if admin is not None else ()),
             *dashboard.routes(),
             *(() if rated is None else (FeedbackDoor(rated, settings).route(),)),
         ],

@@ -32,6 +32,7 @@ class ServerSettings:
     up during a long prefill. ``drain_timeout_s`` is how long running requests may go on after SIGTERM.
     ``max_choices`` bounds one request's answers: ``n`` times its prompts. ``cors_origins`` empty: browsers
     of other origins are not served. With ``admin_key`` its holder may look after the cache.
+    ``dollars_per_hour``: what the machine costs, for the dashboard.
     ``anthropic_rules``: a model of Anthropic's by whose rules ``/v1/messages`` counts, instead of by what was
     read and written; empty: none. ``pin_breakpoints``: keep KV up to ``cache_control`` for its time, as a pin
     does.
@@ -54,6 +55,7 @@ class ServerSettings:
     admin_key: str | None = field(default=None, repr=False)
     anthropic_rules: str = ""
     pin_breakpoints: bool = False
+    dollars_per_hour: float | None = None
 
 
 def server_settings(

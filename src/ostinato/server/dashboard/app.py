@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 import numpy as np
+import orjson
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
@@ -14,6 +15,7 @@ from starlette.routing import Route
 
 from ...errors import ClientError
 from ...ports import Clock, SystemClock
+from ...request_log import line_of
 from ...types import TokenArray
 from ..admin import AdminDoor, KeptAnswers, tenant_names
 from ..backend import Backend
@@ -137,7 +139,9 @@ class Dashboard:
 
     def _overview(self, request: Request, visitor: Visitor) -> dict[str, Any]:
         health = self._backend.health()
-        found = figures(self.history, health, request.query_params.get("last"))
+        found = figures(
+            self.history, health, request.query_params.get("last"), self._settings.dollars_per_hour
+        )
         found["recent"] = self.recent.newest(_NUM_ON_OVERVIEW)
         found["part"] = request.query_params.get("part", "")
         return self._common(visitor, "overview") | found
@@ -236,6 +240,18 @@ class Dashboard:
     def _text_of_bytes(self, tokens: bytes) -> str:
         return self._text(np.frombuffer(tokens, np.int32).tolist())
 
+    async def logged(self, _request: Request) -> Response:
+        """The requests that are remembered with their text, as lines of a request log, for the holder of the
+        admin key. In the place of a salt stands the digest of it."""
+
+        def made() -> bytes:
+            records = self.recent.records(self._known.block_tokens)
+            lines = [line_of(record, "", with_content=True) for record in records]
+            return b"".join(_json_line(line) for line in lines)
+
+        body = await asyncio.to_thread(made)
+        return Response(body, media_type="application/jsonl", headers={"cache-control": "no-store"})
+
     # ------------------------------------------------------------ what a runtime shows of its inside
 
     @property
@@ -302,6 +318,13 @@ class Dashboard:
             raise HTTPException(403, "This form is not (or no longer) yours: load the page again.")
         shown = await self._actions.act(request.path_params["name"], fields)
         return html(render("action.html", **self._common(visitor, "memory"), **shown))
+
+
+def _json_line(line: dict[str, Any]) -> bytes:
+    try:
+        return orjson.dumps(line, option=orjson.OPT_APPEND_NEWLINE)
+    except orjson.JSONEncodeError:  # text that is not Unicode
+        return b""
 
 
 def _serial(request: Request) -> int | None:

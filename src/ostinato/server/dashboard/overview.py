@@ -41,7 +41,7 @@ PATTERN_HINTS: Final = {
 @dataclass(frozen=True, slots=True)
 class Saved:
     """What was not done twice. ``time_s`` is what computing the reused tokens would have taken at the pace at
-    which others were computed here; ``money`` at list prices, where they are known."""
+    which others were computed here; ``money`` what the machine costs in that time, where that is known."""
 
     tokens: int
     time_s: float | None
@@ -58,9 +58,14 @@ class Group:
     tally: Tally
 
 
-def saved_by(tally: Tally, s_per_token: float | None) -> Saved:
+def saved_by(tally: Tally, s_per_token: float | None, dollars_per_hour: float | None = None) -> Saved:
     time_s = None if s_per_token is None else tally.reused_tokens * s_per_token
-    return Saved(tally.reused_tokens, time_s)
+    is_priced = time_s is not None and dollars_per_hour is not None
+    return Saved(
+        tally.reused_tokens,
+        time_s,
+        Decimal((time_s or 0.0) / 3600 * (dollars_per_hour or 0.0)) if is_priced else None,
+    )
 
 
 def window_of(given: str | None) -> tuple[str, str, int | None]:
@@ -69,7 +74,9 @@ def window_of(given: str | None) -> tuple[str, str, int | None]:
     return (key, *WINDOWS[key])
 
 
-def figures(history: History, load: Load, given_window: str | None) -> dict[str, Any]:
+def figures(
+    history: History, load: Load, given_window: str | None, dollars_per_hour: float | None = None
+) -> dict[str, Any]:
     """All numbers of the live part."""
     key, name, last_s = window_of(given_window)
     tally, ever = history.total(last_s), history.total()
@@ -81,7 +88,7 @@ def figures(history: History, load: Load, given_window: str | None) -> dict[str,
         "window_name": name,
         "windows": WINDOWS,
         "tally": tally,
-        "saved": saved_by(tally, pace),
+        "saved": saved_by(tally, pace, dollars_per_hour),
         "pace": pace,
         "cold": cold,
         "warm": warm,

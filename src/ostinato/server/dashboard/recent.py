@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final
 from uuid import uuid4
 
@@ -177,6 +177,30 @@ class RecentRequests:
         with self._lock:
             entry = self._entries.get(name)
             return None if entry is None else (entry.seen, entry.content)
+
+    def records(self, block_tokens: int) -> list[RequestRecord]:
+        """Those whose text is known, the oldest first, with it, and with no digests."""
+        self.forget_expired()
+        with self._lock:
+            pairs = [(entry.seen, entry.content) for entry in self._entries.values()]
+        return [
+            RequestRecord(
+                seen.name,
+                seen.arrived_s,
+                seen.finish_reason,
+                seen.usage,
+                seen.namespace,
+                block_tokens,
+                (),
+                (),
+                seen.stop,
+                seen.pattern,
+                request=replace(content.request, salt=seen.tenant),
+                tokens=content.tokens,
+            )
+            for seen, content in pairs
+            if content is not None
+        ]
 
     def alike(self, name: str, num: int) -> list[tuple[RecentRequest, int]]:
         """Requests whose text is known, too, by how many tokens they begin like this one, the most first."""

@@ -10,6 +10,7 @@
   const percent = (share) => (share == null ? "–" : `${Math.round(share * 100)} %`);
   const seconds = (value) => {
     if (value == null) return "–";
+    if (value < 0.0095) return `${Number((value * 1000).toFixed(1))} ms`;
     return value < 0.9995 ? `${Math.round(value * 1000)} ms` : `${value < 10 ? value.toFixed(2) : Math.round(value)} s`;
   };
 
