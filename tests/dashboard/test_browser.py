@@ -109,6 +109,19 @@ def test_a_paused_page_stays_as_it_is(visit: Open, guarded: Stage) -> None:
     expect(page.locator("#num-requests")).not_to_have_text(before)
 
 
+def test_a_row_stays_while_somebody_is_about_to_open_it(visit: Open, guarded: Stage) -> None:
+    page = visit().go("/dashboard/requests")
+    first = page.locator("#rows tbody tr a").first
+    first.hover()
+    before = first.get_attribute("href")
+    with guarded.client("sk-anna") as client:
+        guarded.recorded(play(client, guarded.engine.runtime.model_name))
+    page.wait_for_timeout(4000)
+    assert first.get_attribute("href") == before
+    page.mouse.move(1, 1)
+    expect(first).not_to_have_attribute("href", before or "")
+
+
 def said(page: Page) -> str:
     return page.locator("#icicle-said").inner_text()
 

@@ -74,6 +74,8 @@ def dollars(value: Decimal | None) -> str:
     """Cents, or more digits where it is less than a dollar."""
     if value is None:
         return UNKNOWN
+    if 0 < value < Decimal("0.0001"):
+        return "< $0.0001"
     return f"${value:,.2f}" if abs(value) >= 1 or not value else f"${value:.4f}"
 
 

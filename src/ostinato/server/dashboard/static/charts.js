@@ -21,6 +21,11 @@
     stroke: colour("soft"), grid: { stroke: colour("line"), width: 1 }, ticks: { show: false },
     font: "12px system-ui, sans-serif", ...(values ? { values } : {}), ...more,
   });
+  // A line needs two points: a value with none beside it is a dot.
+  const alone = (u, series) => {
+    const values = u.data[series];
+    return [...values.keys()].filter((i) => values[i] != null && values[i - 1] == null && values[i + 1] == null);
+  };
   const base = (place, series, axes, scales) => ({
     width: Math.max(200, place.clientWidth), height: 220, series, axes, scales,
     cursor: { points: { size: 6 }, drag: { x: false, y: false } },
@@ -44,7 +49,7 @@
     const series = [{ label: "time", value: (u, t) => (t == null ? "–" : new Date(t * 1000).toLocaleTimeString()) }];
     for (const layer of layers) {
       series.push({
-        label: NAMES[layer], stroke: colour(layer), fill: faint(layer), width: 1.5, points: { size: 4 },
+        label: NAMES[layer], stroke: colour(layer), fill: faint(layer), width: 1.5, points: { size: 5, fill: colour(layer), filter: alone },
         value: (u, _, s, i) => percent(i == null ? null : u.picture.layers[layer][i]),
       });
     }
@@ -55,8 +60,8 @@
   const ttftChart = (place, picture) => {
     const series = [
       { label: "time", value: (u, t) => (t == null ? "–" : new Date(t * 1000).toLocaleTimeString()) },
-      { label: "cold", stroke: colour("cold-line"), width: 2, points: { size: 5, fill: colour("cold-line") }, spanGaps: true, value: (u, v) => seconds(v) },
-      { label: "warm", stroke: colour("warm-line"), width: 2, points: { size: 5, fill: colour("warm-line") }, spanGaps: true, value: (u, v) => seconds(v) },
+      { label: "cold", stroke: colour("cold-line"), width: 2, points: { size: 5, fill: colour("cold-line"), filter: alone }, spanGaps: true, value: (u, v) => seconds(v) },
+      { label: "warm", stroke: colour("warm-line"), width: 2, points: { size: 5, fill: colour("warm-line"), filter: alone }, spanGaps: true, value: (u, v) => seconds(v) },
     ];
     const isRound = (t) => /^[125]0*$/.test(t.toPrecision(3).replace(".", "").replace(/^0+/, ""));
     const marks = (u, ticks) => ticks.map((t) => (t > 0 && isRound(t) ? seconds(t) : ""));

@@ -92,6 +92,7 @@
     tell(node) {
       const p = this.picture;
       if (node < 0 || !p) return "";
+      if (!p.total[0]) return "Nothing is cached yet: the tree grows with the first request.";
       const whole = p.total[this.zoomed];
       const words = [`${number(p.total[node])} tokens, ${share(p.total[node], whole)} of what is shown`];
       if (p.id[node]) {

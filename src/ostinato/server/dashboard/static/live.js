@@ -6,13 +6,15 @@
     const source = event.detail?.ctx?.sourceElement;
     if (source?.hasAttribute("data-poll") && rests()) event.preventDefault();
   });
-  // A figure that somebody is reading in a selection is not to be taken away.
+  // A figure that somebody is reading in a selection is not to be taken away, nor a request that somebody is about to
+  // open: its row would be another's by then.
+  const HELD = "table.requests a:hover, table.requests a:focus-visible";
   document.addEventListener("htmx:before:swap", (event) => {
     const source = event.detail?.ctx?.sourceElement;
     const selection = document.getSelection();
-    if (source?.hasAttribute("data-poll") && selection && !selection.isCollapsed && source.contains(selection.anchorNode)) {
-      event.preventDefault();
-    }
+    if (!source?.hasAttribute("data-poll")) return;
+    const isRead = selection && !selection.isCollapsed && source.contains(selection.anchorNode);
+    if (isRead || source.querySelector(HELD)) event.preventDefault();
   });
   document.addEventListener("DOMContentLoaded", () => {
     const pause = document.getElementById("pause");
