@@ -16,7 +16,7 @@ from engines.models import fresh, loaded, quantized
 from ostinato.config import Settings
 from ostinato.engines.hf import load_model
 from ostinato.engines.quantized import QuantizedLinear, quantize_linears
-from ostinato.engines.quantized_kernel import quantize_rows
+from ostinato.engines.row_kernels import quantize_rows
 from ostinato.errors import ModelUnsupportedError, ParameterError
 
 

@@ -25,6 +25,7 @@ from ..errors import ModelCorruptError, ModelUnsupportedError
 from ..kv.arena import Arena
 from ..reuse.rope import Movement
 from ..types import SequencePlan, TokenArray
+from .norms import replace_norms
 from .packed import can_pack, pack_linears
 from .quantized import can_quantize, quantize_linears
 from .rotations import observe_movement
@@ -192,6 +193,8 @@ def _observe(loaded: LoadedModel, *, is_packed: bool) -> str | None:
         if sorted(probe.shapes) != list(range(len(probe.shapes))) or not probe.shapes:
             problem = "not every layer reaches the attention seam"
         if problem is None:
+            if loaded.device.type == "cpu" and loaded.dtype == torch.float32:
+                replace_norms(model)
             if is_packed and can_pack(loaded.device, loaded.dtype):
                 pack_linears(model)
             loaded.layers = tuple(probe.shapes[i] for i in range(len(probe.shapes)))

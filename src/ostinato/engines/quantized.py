@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from ..errors import ModelUnsupportedError
 from .packed import PackedLinear, replace_linears, round_up
-from .quantized_kernel import quantize_rows
+from .row_kernels import quantize_rows
 
 _log = logging.getLogger(__name__)
 

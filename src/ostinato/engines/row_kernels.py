@@ -1,15 +1,36 @@
-"""Rows of numbers to eight bits, compiled: one pass over them, where torch's operations take a dozen."""
+"""What is done to rows of numbers, compiled: one pass, where torch's operations take half a dozen."""
 
 from __future__ import annotations
 
 import numba
 import numpy as np
 
+_FLAGS = {"nogil": True, "cache": True, "error_model": "numpy"}
+
+
+# Vectors need leave to sum in lanes: the same lanes for every row, so that no row depends on others.
+@numba.njit(**_FLAGS, fastmath={"reassoc", "contract"})
+def normalize_rows(rows, weight, epsilon, normal):
+    """Each row divided by its root mean square, times ``weight``.
+
+    Args:
+        rows: float32 ``[rows, width]``.
+        weight: float32 ``[width]``.
+        normal: as ``rows``, written.
+    """
+    num_rows, width = rows.shape
+    for i in range(num_rows):
+        row, target = rows[i], normal[i]
+        total = np.float32(0)
+        for j in range(width):
+            total += row[j] * row[j]
+        scale = np.float32(1) / np.sqrt(total / np.float32(width) + np.float32(epsilon))
+        for j in range(width):
+            target[j] = weight[j] * (row[j] * scale)
+
+
 # Vectors need leave to reorder the maximum of a row; what is no number has no place in it.
-_FLAGS = {"nogil": True, "cache": True, "error_model": "numpy", "fastmath": {"nnan", "nsz"}}
-
-
-@numba.njit(**_FLAGS)
+@numba.njit(**_FLAGS, fastmath={"nnan", "nsz"})
 def quantize_rows(rows, whole, steps, levels, num_mixed):
     """Each row, mixed, to whole numbers in ``[1, 2 levels + 1]`` and the step between them.
 
