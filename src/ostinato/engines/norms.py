@@ -50,12 +50,8 @@ def _as_row_norm(module: nn.Module) -> RowNorm | None:
     parameters = dict(module.named_parameters())
     if not isinstance(epsilon, float) or set(parameters) != {"weight"} or parameters["weight"].dim() != 1:
         return None
-    if (
-        list(module.buffers())
-        or list(module.children())
-        or module._forward_hooks
-        or module._forward_pre_hooks
-    ):
+    others: list[object] = [*module.buffers(), *module.children()]
+    if others or module._forward_hooks or module._forward_pre_hooks:
         return None
     weight = parameters["weight"].clone()  # it may be a view of a mapped file
     norm = RowNorm(weight, epsilon)
