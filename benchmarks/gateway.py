@@ -20,7 +20,8 @@ becomes of theirs at the full rate is told, too.
 Processor time is what the gateway's processes used for each request at the calm rate: the figure that a busy
 machine changes least.
 
-Memory: 100,000 different requests through one gateway; its resident size on the way.
+Memory: 100,000 different requests through one gateway that plans, diagnoses, and keeps histories and
+earlier requests up to its bounds; its resident size on the way.
 
 The last line is JSON. ``vs_litellm`` is ours / theirs, median of what is added at the calm rate; ``null``
 where it could not be installed.
@@ -281,7 +282,8 @@ def measure(
 
 
 def memory(options: argparse.Namespace) -> dict[str, Any]:
-    with running(upstream()) as fake, running(ours(fake)) as url:
+    everything = ("--plan", "plan", "--diagnose", "redacted")
+    with running(upstream()) as fake, running(ours(fake, *everything)) as url:
         process = _listening(int(url.rpartition(":")[2]))
         print(f"  memory: {options.requests} requests", flush=True)
         return asyncio.run(closed_loop(url, options.requests, 16, process))

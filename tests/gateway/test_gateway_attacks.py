@@ -274,3 +274,34 @@ def test_clients_that_leave_at_random_leave_nothing_behind() -> None:
         while httpx2.get(f"{url}/health").json()["num_running"] and time.monotonic() < deadline_s:
             time.sleep(0.05)
         assert httpx2.get(f"{url}/health").json()["num_running"] == 0
+
+
+@pytest.mark.parametrize("key", ["", KEY])
+def test_keys_in_queries_and_in_other_vendors_headers(key: str, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("DEBUG")
+    with RawUpstream([whole(GOOD)]) as raw, gateway(up(raw, key=key)) as url:
+        data = request_bytes("api-key: sk-mine-1", "x-goog-api-key: sk-mine-2")
+        sent_raw(url, data.replace(b"completions HTTP", b"completions?key=sk-mine-3 HTTP"))
+        (seen,) = raw.seen
+        assert ("sk-mine-1" in seen.head, "sk-mine-2" in seen.head) == (key == "", key == "")
+    assert "sk-" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("123456789012345678901", "123456789012345678902"),
+        ("1e400", "2e400"),
+        ("0.10000000000000000000001", "0.10000000000000000000002"),
+    ],
+)
+def test_numbers_that_would_look_alike_share_no_answer(tmp_path: Path, one: str, other: str) -> None:
+    body = json.dumps({**BODY, "temperature": 0, "n": "?"})
+    replies = [whole(GOOD.replace(b"hi", b"first")), whole(GOOD.replace(b"hi", b"second"))]
+    exact = Exact(SqliteStore(tmp_path / "a.db", limits=Limits(), now_ms=1), PassedForm(), SystemClock())
+    answers = KeptAnswers(exact, answers_for="all")
+    with RawUpstream(replies) as raw, gateway(up(raw), answers=answers) as url:
+        found = [post(url, body.replace('"?"', number).encode()).content for number in (one, other)]
+        assert b"first" in found[0]
+        assert b"second" in found[1]
+    exact.close()

@@ -7,6 +7,7 @@ import random
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from email.utils import formatdate
 from typing import Any
 
 import httpx2
@@ -375,3 +376,94 @@ def wait_for(kept: Kept, num_answers: int) -> None:
     deadline_s = time.monotonic() + 10
     while len(kept.answers) < num_answers and time.monotonic() < deadline_s:
         time.sleep(0.01)
+
+
+# ---------------------------------------------------------------- what is odd, and legal
+
+
+def streamed(*pieces: bytes, path: str = "/v1/chat/completions", **more: Any) -> bytes:
+    body: dict[str, Any] = {"model": "gpt-5", "stream": True, "messages": []}
+    if path == "/v1/responses":
+        body = {"model": "gpt-5", "stream": True, "input": "x"}
+    with RawUpstream([[STREAM_HEAD, *pieces]]) as raw, gateway(up(raw, **more)) as url:
+        return post(url, body, path).content
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        b'data: {"choices":[{"index":0,"delta":{"content":"\\ud83d"}}]}\n\n',  # half of a pair
+        b'data: {"choices":[{"index":0,"delta":{"content":"a"},"x":1e400}]}\n\n',
+        b'data: {"choices":[{"index":0,"delta":{"content":"a"},"logprob":NaN}]}\n\n',
+        b'data: {"choices":[{"index":0,"delta":{"content":"a"}}],"error":null}\n\n',
+        b'data: {"choices":[{"index":0,"delta":{"content":"a"}}]}\n\r\n',
+        b"data:\ndata: {}\n\n",
+    ],
+)
+def test_odd_events_are_events(event: bytes) -> None:
+    assert streamed(event, EVENT, DONE) == event + EVENT + DONE
+
+
+@pytest.mark.parametrize(
+    "end", [b"data: [DONE]", b"data: [DONE]\n", b"data: [DONE]\r\n", b"data:[DONE] \n\n"]
+)
+def test_the_last_event_may_lack_its_empty_line(end: bytes) -> None:
+    found = streamed(EVENT, end)
+    assert found.startswith(EVENT + end)
+    assert b"error" not in found
+
+
+def test_an_event_that_breaks_off_is_not_the_last() -> None:
+    assert b"before it was complete" in streamed(EVENT, b"data: [DO")
+    assert b"before it was complete" in streamed(EVENT, EVENT.rstrip())
+
+
+def test_a_broken_response_ends_in_an_event_of_its_api() -> None:
+    began = b'event: response.created\ndata: {"type":"response.created","response":{"id":"r"}}\n\n'
+    found = streamed(began, path="/v1/responses")
+    assert found.startswith(began + b"event: error\ndata: ")
+    last = json.loads(found.removeprefix(began).split(b"data: ")[1])
+    assert last["type"] == "error"
+    assert last["code"] == "upstream_error"
+    assert last["error"]["message"] == last["message"]
+
+
+@pytest.mark.parametrize("odd", [b'"\\ud83d"', b"1e400", b"NaN", b"123456789012345678901234567890"])
+def test_odd_values_of_requests_are_the_upstreams_to_judge(odd: bytes) -> None:
+    body = b'{"model":"gpt-5","messages":[{"role":"user","content":"x"}],"odd": ' + odd + b"}"
+    with RawUpstream([whole(json.dumps(GOOD).encode())]) as raw, gateway(up(raw, plan="plan")) as url:
+        assert post(url, body).status_code == 200
+        assert raw.seen[0].body.startswith(body[:-1])
+
+
+def test_a_planned_request_differs_in_its_breakpoints_only() -> None:
+    text = "A long text that comes again. " * 400
+    body = (
+        b'{ "model":"claude-opus-4-8", "max_tokens":5,"max_tokens": 7,"messages":[ {"role":"user","content":'
+        b'[{"text":"' + text.encode() + b'\\u00e9\\/","type":"text"}]} ],'
+        b'"metadata":{"n":123456789012345678901234567890,"f":0.10000000000000000000001,"z":1.50}}'
+    )
+    with RawUpstream([whole(b'{"usage":{"input_tokens":3,"output_tokens":1}}')]) as raw:
+        with gateway(up(raw, "anthropic", plan="plan")) as url:
+            post(url, body, "/v1/messages")
+        sent = raw.seen[0].body
+    before, marker, behind = sent.partition(b',"cache_control":{"type":"ephemeral"')
+    assert marker
+    assert before + behind[behind.index(b"}") + 1 :] == body
+
+
+def test_a_redirection_is_not_the_clients_to_follow() -> None:
+    head = b"HTTP/1.1 307 Elsewhere\r\nlocation: http://127.0.0.1:1/\r\nconnection: close\r\n\r\n"
+    with RawUpstream([[head]]) as raw, gateway(up(raw)) as url:
+        answered = post(url)
+        assert answered.status_code == 502
+        assert "location" not in answered.headers
+
+
+@pytest.mark.parametrize("wait_s", [0, 3600])
+def test_a_date_to_retry_after_is_obeyed(wait_s: int) -> None:
+    refusal = f"retry-after: {formatdate(time.time() + wait_s, usegmt=True)}"
+    good = whole(json.dumps(GOOD).encode())
+    with RawUpstream([whole(b"{}", "429 Too Many Requests", refusal), good]) as raw, gateway(up(raw)) as url:
+        assert post(url).status_code == (429 if wait_s else 200)
+        assert len(raw.seen) == (1 if wait_s else 2)

@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from math import inf
+from decimal import Decimal
+from math import inf, isfinite
 from typing import Any, Final, Protocol
 
 import orjson
@@ -24,11 +25,12 @@ from ..responses.exact import Asked, Exact, Found, Missing
 from ..responses.semantic import Match, Sought
 from ..types import CacheControl
 from .alike import SemanticBodies
+from .relay import CREDENTIALS
 
 NO_INFLUENCE_HEADERS: Final = frozenset(
     {
         *("accept", "accept-encoding", "accept-language", "cache-control", "content-type", "user-agent"),
-        *("authorization", "x-api-key"),  # whose it is: part of the salt
+        *CREDENTIALS,  # whose it is: part of the salt
         *("idempotency-key", "origin", "referer", "traceparent", "tracestate", "baggage", "priority"),
     }
 )
@@ -173,7 +175,7 @@ class KeptAnswers:
         def name(other: Mapping[str, Any]) -> bytes:
             return body_key(identity, request.path, other, written)
 
-        if not serves or not (control.read or control.store) or _says_twice(request.raw):
+        if not serves or not (control.read or control.store) or _is_ambiguous(request.raw):
             return None, name
         try:
             key = name(body)
@@ -206,18 +208,45 @@ class _Asked:
             self.answers.second.semantic.file(self.sought, pieces)
 
 
-def _says_twice(raw: bytes) -> bool:
-    """Whether an object in it has a key twice: which one counts is the upstream's to decide."""
+def _is_ambiguous(raw: bytes) -> bool:
+    """Whether it says more than is read here, so that different bodies would seem equal.
+
+    A key twice in an object: which one counts is the upstream's to decide. Numbers that no double is equal
+    to, integers of more than 64 bits.
+    """
 
     def checked(pairs: list[tuple[str, Any]]) -> None:
         if len({name for name, _ in pairs}) != len(pairs):
             raise ValueError
 
     try:
-        json.loads(raw or b"{}", object_pairs_hook=checked)
+        json.loads(
+            raw or b"{}",
+            object_pairs_hook=checked,
+            parse_int=_checked_integer,
+            parse_float=_checked_decimal,
+            parse_constant=_refused,
+        )
     except (ValueError, RecursionError):
         return True
     return False
+
+
+def _checked_integer(digits: str) -> int:
+    if len(digits) > 20 or not -(1 << 63) <= (value := int(digits)) < 1 << 64:
+        raise ValueError
+    return value
+
+
+def _checked_decimal(digits: str) -> float:
+    value = float(digits)
+    if not isfinite(value) or Decimal(digits) != Decimal(repr(value)):
+        raise ValueError
+    return value
+
+
+def _refused(name: str) -> float:
+    raise ValueError(name)
 
 
 def _outcome(asked: Asked | None, found: object, like: object) -> AnswerOutcome:
@@ -243,7 +272,7 @@ def _is_answer(pieces: Sequence[bytes]) -> bool:
 def caller_salt(salt: str, headers: Mapping[str, str], *, upstream_key: str | None) -> str:
     """Whose answers: the tenant's of this gateway; without such, of whoever holds the key that is passed
     on."""
-    credentials = [headers.get(name, "") for name in ("authorization", "x-api-key")]
+    credentials = [headers.get(name, "") for name in CREDENTIALS]
     if salt or upstream_key or not any(credentials):
         return salt
     framed = b"".join(len(part).to_bytes(4, "little") + part.encode() for part in credentials)

@@ -37,6 +37,7 @@ from .messages_to_chat import MESSAGES_TO_CHAT
 from .passing import Call, Passing, today
 from .planning import Booked, Planning, Sent
 from .relay import Relay, joined_headers, request_headers
+from .spelling import loads
 from .translation import Target, Translation
 from .upstreams import Protocol, Upstream, choose
 
@@ -184,8 +185,8 @@ class Gateway:
 
     def _call(self, request: Request, protocol: Protocol, kind: Kind | None, body: bytes) -> Call:
         try:
-            parsed = orjson.loads(body)
-        except orjson.JSONDecodeError as error:
+            parsed = loads(body)
+        except ValueError as error:
             reason = str(error)[:80]
             raise MalformedRequestError(
                 f"We could not parse the JSON body of your request: {reason}"

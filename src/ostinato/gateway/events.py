@@ -6,16 +6,15 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any, Final, Literal, TypeAlias
 
-import orjson
-
 from ..errors import UpstreamError
+from .spelling import loads
 
 Route: TypeAlias = Literal["chat", "responses", "messages"]
 
 MAX_EVENT_BYTES: Final = 32 << 20
 DONE: Final = b"[DONE]"
 _DIAGNOSES: Final = ("diagnostics", "prompt_cache_diagnostics")
-_END: Final = re.compile(rb"\r\n\r\n|\n\n|\r\r")
+_END: Final = re.compile(rb"\r\n\r\n|\n\r?\n|\r\r")
 _LINES: Final = re.compile(rb"\r\n|\n|\r")
 _LAST_TYPES: Final[Mapping[Route, frozenset[str]]] = {
     "chat": frozenset(),
@@ -71,6 +70,16 @@ class EventReader:
             return b"".join(events), error
         return b"".join(events), None
 
+    @property
+    def is_event_left(self) -> bool:
+        """Whether the stream stands behind a whole event that only lacks its empty line."""
+        if self.is_complete or not (data := _data(bytes(self._rest))):
+            return False
+        try:
+            return data == DONE or isinstance(loads(data), dict)
+        except ValueError:
+            return False
+
     def finish(self) -> None:
         """The upstream has closed. Raises :class:`UpstreamError` if it had more to say."""
         if not self.is_complete:
@@ -86,7 +95,7 @@ class EventReader:
         kind = item.get("type")
         if kind in _LAST_TYPES[self._route]:
             self.is_complete = True
-        if kind in ("error", "response.failed") or (self._route == "chat" and "error" in item):
+        if kind in ("error", "response.failed") or (self._route == "chat" and item.get("error")):
             self.is_failed = self.is_complete = True
         for holder in (item, item.get("message"), item.get("response")):
             if not isinstance(holder, dict):
@@ -111,9 +120,8 @@ def items(events: bytes) -> Iterator[Mapping[str, Any]]:
 
 
 def _data(event: bytes) -> bytes:
-    return b"\n".join(
-        line[5:].removeprefix(b" ") for line in _LINES.split(event) if line.startswith(b"data:")
-    )
+    lines = (line[5:].removeprefix(b" ") for line in _LINES.split(event) if line.startswith(b"data:"))
+    return b"\n".join(lines).strip()
 
 
 def _item(event: bytes) -> Mapping[str, Any] | None:
@@ -122,8 +130,8 @@ def _item(event: bytes) -> Mapping[str, Any] | None:
     if not data or data == DONE:
         return None
     try:
-        item = orjson.loads(data)
-    except orjson.JSONDecodeError:
+        item = loads(data)
+    except ValueError:
         raise UpstreamError("The upstream sent an event that is not JSON.") from None
     if not isinstance(item, dict):
         raise UpstreamError("The upstream sent an event that is not a JSON object.")

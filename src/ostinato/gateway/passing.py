@@ -28,6 +28,7 @@ from .keeping import Keeper
 from .misses import answers_diagnosis
 from .planning import Incoming, Planning, Sent
 from .relay import Relay, answer_headers, body_of
+from .spelling import loads
 from .translation import Json, StreamTranslator, Target, Translation
 from .upstreams import Upstream
 
@@ -158,6 +159,9 @@ class Passing(Response):
             raise UpstreamError(
                 f"The upstream '{upstream.name}' compressed its answer, and was asked not to."
             )
+        if 300 <= response.status_code < 400:
+            # Clients would follow it, and take their keys along.
+            raise UpstreamError(f"The upstream '{upstream.name}' says that it is elsewhere.")
         if upstream.key and response.status_code in (401, 403):
             # What it says of the key is for whoever set it, and may have a part of it.
             logger.error("%s refuses the key of this gateway: %d", upstream.name, response.status_code)
@@ -176,8 +180,8 @@ class Passing(Response):
         usage, answer = None, None
         if response.status_code == 200:
             try:
-                parsed = orjson.loads(body)
-            except orjson.JSONDecodeError:
+                parsed = loads(body)
+            except ValueError:
                 raise UpstreamError(
                     f"The upstream '{call.upstream.name}' sent an answer that is not JSON."
                 ) from None
@@ -214,7 +218,7 @@ class Passing(Response):
         headers = [(b"content-type", EVENT_STREAM), *self._headers_back(response)]
         is_started = False
         body = body_of(call.upstream, response)
-        async for data in body:
+        async for data in _ended(body, reader):
             events, fault = reader.whole_events(data)
             if sent is not None and reader.has_content:
                 await self._gateway.planning.begun(sent, time.monotonic())
@@ -252,7 +256,11 @@ class Passing(Response):
         return usage, PassedAnswer(EVENT_STREAM, b"".join(pieces))
 
     def _headers_back(self, response: httpx2.Response) -> list[tuple[bytes, bytes]]:
-        return [*answer_headers(response.headers), *self._own_headers]
+        own = {name for name, _ in self._own_headers}
+        return [
+            *(pair for pair in answer_headers(response.headers) if pair[0] not in own),
+            *self._own_headers,
+        ]
 
 
 _KIND_OF_PATH: Final[Mapping[str, Kind]] = {"/v1/messages": "messages", "/v1/chat/completions": "chat"}
@@ -338,6 +346,14 @@ def guarded(events: Iterator[bytes]) -> Iterator[bytes]:
         yield from events
     except (AttributeError, TypeError, KeyError, ValueError) as error:
         raise UpstreamError("The upstream sent an event that has not the form its API describes.") from error
+
+
+async def _ended(body: AsyncIterator[bytes], reader: EventReader) -> AsyncIterator[bytes]:
+    """The stream, with the empty line behind its last event that some leave out."""
+    async for data in body:
+        yield data
+    if reader.is_event_left:
+        yield b"\n\n"
 
 
 async def _read_out(body: AsyncIterator[bytes]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
@@ -10,8 +11,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import date
 from typing import Any, Final
-
-import orjson
 
 from ..errors import ParameterError
 from ..providers import wire_anthropic, wire_openai
@@ -23,6 +22,7 @@ from ..providers.shape import Prompt
 from ..providers.simulator import Asked, with_automatic, with_markers
 from ..providers.wire_anthropic import bytes_per_token
 from .misses import Diagnosis, Misses, add_request_fields, given_previous
+from .spelling import loads, rewritten
 from .upstreams import Upstream
 
 logger = logging.getLogger("ostinato.gateway")
@@ -144,7 +144,10 @@ class Planning:
         now_s = self.clock()
         diagnosis = self._look(upstream, incoming, read, prompt, history, now_s)
         sent = Sent(history, history.sent(prompt, now_s), rules, account, prompt, diagnosis=diagnosis)
-        made = self._written(upstream, incoming, read, decided, diagnosis)
+        if len(incoming.body) < THREAD_BYTES:
+            made = self._written(upstream, incoming, read, decided, diagnosis)
+        else:
+            made = await asyncio.to_thread(self._written, upstream, incoming, read, decided, diagnosis)
         if made is None:
             return read.body, sent
         sent.repairs = read.repaired.repairs
@@ -229,8 +232,9 @@ class Planning:
         decided: Plan,
         diagnosis: Diagnosis | None,
     ) -> bytes | None:
-        """The body with all that is added; ``None``: as it was. Keys keep their order."""
-        made: dict[str, Any] = orjson.loads(read.body) if decided.markers else dict(read.repaired.body)
+        """The body with all that is added, byte for byte as it was in all else; ``None``: nothing is."""
+        before = loads(read.body) if read.repaired.repairs else read.repaired.body
+        made: dict[str, Any] = loads(read.body) if decided.markers else dict(before)
         asked = made
         if upstream.protocol == "anthropic":
             wire_anthropic.place_markers(made, decided.paths(read.prompt))
@@ -242,8 +246,9 @@ class Planning:
         if diagnosis is not None:
             asked = add_request_fields(made, upstream.protocol, incoming.path, diagnosis.previous_id)
         is_planned = bool(decided.markers or decided.cache_key or decided.is_explicit)
-        is_changed = is_planned or bool(read.repaired.repairs) or asked is not made
-        return orjson.dumps(asked) if is_changed else None
+        if is_planned or read.repaired.suffix or asked is not made:
+            return rewritten(read.body, before, asked)
+        return read.body if read.repaired.repairs else None
 
     def _history(self, key: tuple[str, str, str], rules: CacheRules) -> History:
         history = self._histories.pop(key, None)
@@ -276,9 +281,11 @@ def _read(upstream: Upstream, incoming: Incoming, vendor: str) -> _Read:
     repaired = Repaired(dict(incoming.parsed), "", ())
     body = incoming.body
     if upstream.repair:
-        repaired = repair(incoming.parsed, RepairRules(**dict.fromkeys(upstream.repair, True)))
+        # The slower reader: it keeps integers whole.
+        repaired = repair(json.loads(body), RepairRules(**dict.fromkeys(upstream.repair, True)))
         if repaired.repairs:
-            body = orjson.dumps(repaired.body)
+            written = json.dumps(repaired.body, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+            body = written.encode()
     if upstream.protocol == "anthropic":
         prompt = wire_anthropic.read_request(
             repaired.body, _COUNT, vendor=vendor, scope=incoming.scope, betas=incoming.betas
@@ -300,7 +307,7 @@ _TELL_WHEN_ASKED: Final = ("/v1/chat/completions", "/v1/completions")
 
 
 def _with_usage(body: bytes) -> bytes:
-    made: dict[str, Any] = orjson.loads(body)
-    options = made.get("stream_options")
-    made["stream_options"] = {**(options if isinstance(options, dict) else {}), "include_usage": True}
-    return orjson.dumps(made)
+    before: dict[str, Any] = loads(body)
+    options = before.get("stream_options")
+    asked = {**(options if isinstance(options, dict) else {}), "include_usage": True}
+    return rewritten(body, before, {**before, "stream_options": asked})

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+import time
 from collections.abc import AsyncIterator, Iterable, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
+from email.utils import parsedate_to_datetime
 from typing import Final
 
 import httpx2
@@ -26,10 +28,10 @@ _HOP_BY_HOP: Final = frozenset(
         "transfer-encoding", "upgrade", "host", "content-length", "accept-encoding", "expect",
     }
 )  # fmt: skip
+# Where vendors look for keys.
+CREDENTIALS: Final = ("authorization", "x-api-key", "api-key", "x-goog-api-key")
 # Not for upstreams: keys are theirs, the rest is between the client and us, or says where the client is.
-_OURS: Final = frozenset(
-    {"authorization", "x-api-key", "cookie", "x-request-id", "forwarded", "via", "x-real-ip"}
-)
+_OURS: Final = frozenset({*CREDENTIALS, "cookie", "x-request-id", "forwarded", "via", "x-real-ip"})
 _OURS_PREFIXES: Final = ("x-forwarded", "x-ostinato-")
 _NOT_BACK: Final = _HOP_BY_HOP | {
     "content-encoding",
@@ -48,7 +50,7 @@ def joined_headers(raw: Iterable[tuple[bytes, bytes]]) -> dict[str, str]:
         name, value = name_bytes.decode("latin-1").lower(), value_bytes.decode("latin-1")
         if name not in found:
             found[name] = value
-        elif name not in ("authorization", "x-api-key"):
+        elif name not in CREDENTIALS:
             found[name] += f", {value}"
     return found
 
@@ -84,7 +86,7 @@ def request_headers(
 
 
 def _callers_headers(given: Mapping[str, str]) -> dict[str, str]:
-    return {name: given[name] for name in ("authorization", "x-api-key") if name in given}
+    return {name: given[name] for name in CREDENTIALS if name in given}
 
 
 def _callers_key(upstream: Upstream, given: Mapping[str, str]) -> dict[str, str]:
@@ -111,6 +113,8 @@ class Relay:
     """Connections to all upstreams, kept open."""
 
     def __init__(self, *, max_connections: int = 1024) -> None:
+        # It logs addresses, and some vendors have keys in their queries.
+        logging.getLogger("httpx2").setLevel(logging.WARNING)
         limits = httpx2.Limits(max_connections=max_connections, max_keepalive_connections=256)
         self._client = httpx2.AsyncClient(limits=limits, follow_redirects=False, trust_env=False)
         self._chance = random.Random()
@@ -173,12 +177,18 @@ class Relay:
         """How long to wait before sending again; ``None``: the answer is passed on."""
         if response.status_code not in _RETRY_STATUS:
             return None
-        asked = response.headers.get("retry-after", "")
-        try:
-            wait_s = float(asked) + self._chance.uniform(0, 0.1) if asked else self._wait_s(attempt)
-        except ValueError:
-            wait_s = self._wait_s(attempt)
+        asked_s = _asked_wait_s(response.headers.get("retry-after", ""))
+        wait_s = self._wait_s(attempt) if asked_s is None else asked_s + self._chance.uniform(0, 0.1)
         return wait_s if 0 <= wait_s <= upstream.max_wait_s else None
+
+
+def _asked_wait_s(retry_after: str) -> float | None:
+    """Seconds, or until a date; ``None``: neither is said."""
+    with suppress(ValueError):
+        return float(retry_after)
+    with suppress(ValueError, TypeError):
+        return max(0.0, parsedate_to_datetime(retry_after).timestamp() - time.time())
+    return None
 
 
 async def body_of(upstream: Upstream, response: httpx2.Response) -> AsyncIterator[bytes]:

@@ -31,8 +31,10 @@ _REQUEST_ID: Final = re.compile(r"[A-Za-z0-9._:/+=-]{1,128}")
 _CLIENT_CLOSED: Final = 499  # nginx's number for it; no client ever sees it
 _MODEL_ROUTE: Final = "/v1/models/"
 _ANTHROPIC_ROUTES: Final = frozenset({MESSAGES_ROUTE, COUNT_ROUTE})
+_RESPONSES_ROUTE: Final = "/v1/responses"
 _ROUTES: Final = _ANTHROPIC_ROUTES | {
     "/health", "/metrics", "/v1/chat/completions", "/v1/completions", "/v1/models", FEEDBACK_ROUTE,
+    _RESPONSES_ROUTE, "/v1/embeddings",
 }  # fmt: skip
 
 
@@ -71,10 +73,11 @@ class Keyring:
 class _Exchange:
     """One response on its way out: knows whether it began, whether it is a stream and whether it ended."""
 
-    def __init__(self, send: Send, request_id: str, *, is_anthropic: bool) -> None:
+    def __init__(self, send: Send, request_id: str, path: str) -> None:
         self._send = send
         self._request_id = request_id
-        self._is_anthropic = is_anthropic
+        self._is_anthropic = path in _ANTHROPIC_ROUTES
+        self._is_responses = path == _RESPONSES_ROUTE
         self.status = 0
         self.is_stream = False
         self.is_ended = False
@@ -107,6 +110,8 @@ class _Exchange:
     def _last_event(self, failure: Failure) -> bytes:
         if self._is_anthropic:
             return b"event: error\n" + event(failure.anthropic_body(self._request_id))
+        if self._is_responses:
+            return b"event: error\n" + event(failure.responses_event())
         return event(failure.body())
 
 
@@ -131,7 +136,7 @@ class Border:
         started_s = time.perf_counter()
         headers = Headers(scope=scope)
         request_id = _request_id(headers)
-        exchange = _Exchange(send, request_id, is_anthropic=scope["path"] in _ANTHROPIC_ROUTES)
+        exchange = _Exchange(send, request_id, scope["path"])
         failure: Failure | None = None
         try:
             state = scope.setdefault("state", {})

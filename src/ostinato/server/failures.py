@@ -42,6 +42,11 @@ class Failure:
         error = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
         return orjson.dumps({"error": error})
 
+    def responses_event(self) -> bytes:
+        """The last event of a stream of OpenAI's Responses; ``error`` is what makes its clients raise."""
+        error = {"message": self.message, "param": self.param, "code": self.code}
+        return orjson.dumps({"type": "error", **error, "error": {**error, "type": self.type}})
+
     def anthropic_body(self, request_id: str) -> bytes:
         """The same as Anthropic's clients read it."""
         kind = _ANTHROPIC_TYPES.get(
