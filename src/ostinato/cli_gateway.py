@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 from collections.abc import Callable
@@ -84,7 +83,6 @@ def run_gateway(
     )
 
     def ready(url: str) -> None:
-        _scan_less()
         click.secho(f"Passing on at {url}", bold=True)
         for upstream in upstreams:
             names = ", ".join(upstream.models)
@@ -103,17 +101,6 @@ def run_gateway(
     finally:
         if answers is not None:
             answers.close()
-
-
-def _scan_less() -> None:
-    """Let the collector of cycles pass over what stays: modules now, histories later.
-
-    With Python's own thresholds it scans everything whenever a quarter is new, 100 ms and more at a time, and
-    all requests wait for it. What requests leave behind has no cycles but for those of errors, and is young.
-    """
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(10_000, 10, 100)
 
 
 def _gateway_options(command: F) -> F:
