@@ -21,6 +21,7 @@ from . import (
     cli_prompt,
     cli_providers,
     cli_replay,
+    cli_route,
     cli_warm,
 )
 from .config import QUANTIZATIONS, Settings, parse_size, tame_waiting_threads
@@ -483,5 +484,7 @@ main.add_command(cli_replay.replay)
 main.add_command(cli_warm.warm)
 main.add_command(cli_gateway.costs)
 main.add_command(cli_gateway.misses)
+main.add_command(cli_route.route)
+main.add_command(cli_route.workers)
 main.add_command(cli_providers.plan)
 main.add_command(cli_providers.providers)

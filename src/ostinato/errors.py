@@ -34,7 +34,8 @@
     └── ServerError                      our side                          5xx
         ├── EngineError                  the engine failed in this request 500
         ├── UpstreamError                another server failed             502
-        │   └── UpstreamTimeoutError     it is silent                      504
+        │   ├── UpstreamTimeoutError     it is silent                      504
+        │   └── NoWorkerError            none of a fleet is ready          503
         └── ShuttingDownError            the server is going away          503
 
 A message says what is wrong and what to do. It never contains a secret, and of a user's text at most
@@ -258,6 +259,13 @@ class UpstreamTimeoutError(UpstreamError):
 
     status = 504
     code = "upstream_timeout"
+
+
+class NoWorkerError(UpstreamError):
+    """Of all workers that a request could go to none is ready."""
+
+    status = 503
+    code = "no_worker"
 
 
 class ShuttingDownError(ServerError):

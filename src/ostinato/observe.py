@@ -367,6 +367,11 @@ def counter_of(series: Series, registry: CollectorRegistry | None) -> Counter:
     return family
 
 
+def gauge_of(series: Series, registry: CollectorRegistry | None) -> Gauge:
+    """Likewise."""
+    return Gauge(known.PREFIX + series.name, series.text, series.labels, registry=registry)
+
+
 def histogram_of(series: Series, registry: CollectorRegistry | None) -> Histogram:
     """Likewise."""
     family = Histogram(

@@ -190,6 +190,30 @@ ROWS: Final[tuple[Row, ...]] = (
                 "none",
                 _lines(s.UPSTREAM_TOKENS),
             ),
+            Panel(
+                "Routed",
+                "Requests a second, by what decided where they go: prefix and session are reuse.",
+                "reqps",
+                _lines(s.ROUTED),
+            ),
+            Panel(
+                "Expected hits of workers",
+                "Tokens a second that were expected to be where requests went.",
+                "none",
+                _lines(s.ROUTED_HIT),
+            ),
+            Panel(
+                "Sent elsewhere",
+                "Requests a second that a worker failed or refused before their first token.",
+                "reqps",
+                _lines(s.ROUTED_AGAIN),
+            ),
+            Panel(
+                "Workers that get requests",
+                "1: gets requests; 0: ill or drained.",
+                "none",
+                (Query(s.WORKER_OPEN.full_name, "{{worker}}"),),
+            ),
         ),
     ),
     Row(

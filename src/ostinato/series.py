@@ -261,6 +261,18 @@ UPSTREAM_MISSES = Series(
     ("vendor", "reason"),
 )
 
+ROUTED = Series(
+    "routed_requests", "counter", "Requests sent to a worker, by what decided.", ("worker", "reason")
+)
+ROUTED_HIT = _counter("routed_hit_tokens", "Tokens of them that were expected to be there.", "worker")
+ROUTED_AGAIN = Series(
+    "routed_again",
+    "counter",
+    "Requests sent elsewhere before their first token, by why.",
+    ("worker", "reason"),
+)
+WORKER_OPEN = Series("worker_open", "gauge", "Whether a worker gets requests.", ("worker",))
+
 # ---------------------------------------------------------------- HTTP
 
 HTTP = Series("http_requests", "counter", "HTTP requests by route and status.", ("route", "status"))

@@ -46,6 +46,7 @@ from ostinato.observe import (
     PrometheusObserver,
     counter_of,
     exposition,
+    gauge_of,
     new_registry,
 )
 from ostinato.panels import ALERTS
@@ -54,10 +55,14 @@ from ostinato.runtime import Health
 from ostinato.series import (
     ALL,
     PREFIX,
+    ROUTED,
+    ROUTED_AGAIN,
+    ROUTED_HIT,
     UPSTREAM_DOLLARS,
     UPSTREAM_MISSES,
     UPSTREAM_TOKENS,
     UPSTREAM_UNCACHED_DOLLARS,
+    WORKER_OPEN,
 )
 from ostinato.types import Conversation, GenerationRequest, Message, Served, Trim, Usage
 
@@ -88,6 +93,10 @@ class Source:
         self.dollars = counter_of(UPSTREAM_DOLLARS, self.registry)
         self.uncached = counter_of(UPSTREAM_UNCACHED_DOLLARS, self.registry)
         self.missed = counter_of(UPSTREAM_MISSES, self.registry)
+        self.routed = counter_of(ROUTED, self.registry)
+        self.expected = counter_of(ROUTED_HIT, self.registry)
+        self.again = counter_of(ROUTED_AGAIN, self.registry)
+        self.open = gauge_of(WORKER_OPEN, self.registry)
 
     def live(self) -> None:
         """A moment of it."""
@@ -110,6 +119,10 @@ class Source:
         self.tokens.labels("openai", "read").inc(50)
         self.uncached.labels("openai").inc(0.02)
         self.missed.labels("openai", "unclear").inc()
+        self.routed.labels("one:8000", "prefix").inc()
+        self.expected.labels("one:8000").inc(40)
+        self.again.labels("one:8000", "broke off").inc()
+        self.open.labels("one:8000").set(1)
         self.dollars.labels("openai").inc(0.01)
         self.stored["stored"] += 8
         for name in ("looked_up_tokens", "hit_tokens", "loaded_tokens", "loaded_bytes"):

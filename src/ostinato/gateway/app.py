@@ -32,6 +32,7 @@ from .answers import AnswerCache, caller_salt
 from .chat_to_messages import CHAT_TO_MESSAGES
 from .dashboard import GatewayDashboard, GatewayState
 from .events import Route as Kind
+from .fleet import FleetRelay
 from .keeping import Keeper
 from .messages_to_chat import MESSAGES_TO_CHAT
 from .passing import Call, Passing, today
@@ -40,6 +41,7 @@ from .relay import Relay, joined_headers, request_headers
 from .spelling import loads
 from .translation import Target, Translation
 from .upstreams import Protocol, Upstream, choose
+from .workers import Fleet
 
 _KINDS: Final[Mapping[str, tuple[Protocol, Kind]]] = {
     "/v1/chat/completions": ("openai", "chat"),
@@ -72,14 +74,21 @@ def create_gateway(
     *,
     answers: AnswerCache | None = None,
     rated: Rated | None = None,
+    fleet: Fleet | None = None,
 ) -> Starlette:
     """The gateway's ASGI application, to be run as the server's is.
 
     ``answers``: a response cache in front of the upstreams; ``rated``: what learns from what callers think of
-    its answers.
+    its answers. ``fleet``: workers of which each request gets one; then they are the only upstream.
     """
     registry = new_registry()
-    gateway = Gateway(upstreams, settings, Planning(table, time.monotonic), answers)
+    if fleet is not None:
+        assert not upstreams, "a fleet is the only upstream"
+        upstreams = fleet.upstreams
+        fleet.show(registry)
+    gateway = Gateway(
+        upstreams, settings, Planning(table, time.monotonic), answers, None if fleet is None else fleet.relay
+    )
     for counter in gateway.counters:
         registry.register(counter)
     metrics = HttpMetrics(registry)
@@ -92,7 +101,7 @@ def create_gateway(
         routes=[
             *(Route(path, gateway.generate, methods=["POST"]) for path in _KINDS),
             *(Route(path, gateway.pass_on, methods=["POST"]) for path in _PLAIN),
-            Route("/v1/models", gateway.models),
+            *((Route("/v1/models", gateway.models),) if fleet is None else fleet.routes(gateway.check_admin)),
             Route(COSTS_ROUTE, gateway.costs),
             Route(MISSES_ROUTE, gateway.misses),
             Route("/health", gateway.health),
@@ -124,12 +133,14 @@ class Gateway:
         settings: ServerSettings,
         planning: Planning,
         answers: AnswerCache | None,
+        relay: FleetRelay | None = None,
     ) -> None:
         self.upstreams = tuple(upstreams)
         self.settings = settings
         self.planning = planning
         self.answers = answers
-        self.relay = Relay(max_connections=settings.max_connections)
+        self.relay: Relay = relay or Relay(max_connections=settings.max_connections)
+        self._watched = relay
         self.tokens = counter_of(series.UPSTREAM_TOKENS, None)
         self.dollars = counter_of(series.UPSTREAM_DOLLARS, None)
         self.uncached_dollars = counter_of(series.UPSTREAM_UNCACHED_DOLLARS, None)
@@ -146,14 +157,16 @@ class Gateway:
 
     @asynccontextmanager
     async def lifespan(self, _app: Starlette) -> AsyncIterator[None]:
-        keeping: asyncio.Task[None] | None = None
+        tasks: list[asyncio.Task[None]] = []
         if any(upstream.keep_alive for upstream in self.upstreams):
-            keeping = asyncio.create_task(self.keeper.run())
+            tasks.append(asyncio.create_task(self.keeper.run()))
+        if self._watched is not None:
+            tasks.append(asyncio.create_task(self._watched.watch()))
         yield
-        if keeping is not None:
-            keeping.cancel()
+        for task in tasks:
+            task.cancel()
             with suppress(asyncio.CancelledError):
-                await keeping
+                await task
         await self.relay.close()
 
     async def drain(self, timeout_s: float, /) -> None:
@@ -269,7 +282,7 @@ class Gateway:
 
     async def costs(self, request: Request) -> Response:
         """The ledger."""
-        self._check_admin()
+        self.check_admin()
         rows = [
             {
                 "vendor": account.vendor,
@@ -298,10 +311,10 @@ class Gateway:
 
     async def misses(self, request: Request) -> Response:
         """The latest requests that read less than went before, and why."""
-        self._check_admin()
+        self.check_admin()
         return _json({"rows": list(self.planning.misses.latest)})
 
-    def _check_admin(self) -> None:
+    def check_admin(self) -> None:
         """For the holder of the admin key where there is one, else for nobody who needs a key."""
         if self.settings.api_keys and not self.settings.admin_key:
             raise HTTPException(404, "Not Found")

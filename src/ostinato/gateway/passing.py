@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from datetime import UTC, date, datetime
 from typing import Any, Final, Protocol
 
-import httpx2
 import orjson
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
@@ -27,7 +26,7 @@ from .events import Route as Kind
 from .keeping import Keeper
 from .misses import answers_diagnosis
 from .planning import Incoming, Planning, Sent
-from .relay import Relay, answer_headers, body_of
+from .relay import Answer, Relay, answer_headers, body_of
 from .spelling import loads
 from .translation import Json, StreamTranslator, Target, Translation
 from .upstreams import Upstream
@@ -152,7 +151,7 @@ class Passing(Response):
             await asyncio.to_thread(question.keep, answer)
 
     async def _answer(
-        self, response: httpx2.Response, send: Send, sent: Sent | None
+        self, response: Answer, send: Send, sent: Sent | None
     ) -> tuple[Mapping[str, Any] | None, PassedAnswer | None]:
         upstream = self._call.upstream
         if response.headers.get("content-encoding", "identity").strip().lower() != "identity":
@@ -172,7 +171,7 @@ class Passing(Response):
         return await self._whole(response, send, sent)
 
     async def _whole(
-        self, response: httpx2.Response, send: Send, sent: Sent | None
+        self, response: Answer, send: Send, sent: Sent | None
     ) -> tuple[Mapping[str, Any] | None, PassedAnswer | None]:
         call = self._call
         body = b"".join([piece async for piece in body_of(call.upstream, response)])
@@ -204,7 +203,7 @@ class Passing(Response):
         return usage, answer
 
     async def _stream(
-        self, response: httpx2.Response, send: Send, sent: Sent | None
+        self, response: Answer, send: Send, sent: Sent | None
     ) -> tuple[Mapping[str, Any] | None, PassedAnswer | None]:
         call = self._call
         path = call.translation.path if call.translation is not None else ""
@@ -255,7 +254,7 @@ class Passing(Response):
             return usage, None
         return usage, PassedAnswer(EVENT_STREAM, b"".join(pieces))
 
-    def _headers_back(self, response: httpx2.Response) -> list[tuple[bytes, bytes]]:
+    def _headers_back(self, response: Answer) -> list[tuple[bytes, bytes]]:
         own = {name for name, _ in self._own_headers}
         return [
             *(pair for pair in answer_headers(response.headers) if pair[0] not in own),

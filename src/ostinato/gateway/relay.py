@@ -9,7 +9,7 @@ import time
 from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import asynccontextmanager, suppress
 from email.utils import parsedate_to_datetime
-from typing import Final
+from typing import Final, Protocol
 
 import httpx2
 
@@ -32,7 +32,6 @@ _HOP_BY_HOP: Final = frozenset(
 CREDENTIALS: Final = ("authorization", "x-api-key", "api-key", "x-goog-api-key")
 # Not for upstreams: keys are theirs, the rest is between the client and us, or says where the client is.
 _OURS: Final = frozenset({*CREDENTIALS, "cookie", "x-request-id", "forwarded", "via", "x-real-ip"})
-_OURS_PREFIXES: Final = ("x-forwarded", "x-ostinato-")
 _NOT_BACK: Final = _HOP_BY_HOP | {
     "content-encoding",
     "content-type",
@@ -69,7 +68,8 @@ def request_headers(
         if name not in _HOP_BY_HOP
         and name not in _OURS
         and name not in between_neighbours
-        and not name.startswith(_OURS_PREFIXES)
+        and (upstream.own_headers or not name.startswith("x-ostinato-"))
+        and not name.startswith("x-forwarded")
         and not (dropped and name.startswith(dropped))
     }
     headers["accept-encoding"] = "identity"  # so that what passes can be read
@@ -109,6 +109,18 @@ def answer_headers(given: httpx2.Headers) -> list[tuple[bytes, bytes]]:
     return headers
 
 
+class Answer(Protocol):
+    """An upstream's response as whoever passes it on reads it: its head is here, its body comes."""
+
+    @property
+    def status_code(self) -> int: ...
+
+    @property
+    def headers(self) -> httpx2.Headers: ...
+
+    def aiter_raw(self) -> AsyncIterator[bytes]: ...
+
+
 class Relay:
     """Connections to all upstreams, kept open."""
 
@@ -125,7 +137,7 @@ class Relay:
     @asynccontextmanager
     async def answer(
         self, upstream: Upstream, path: str, body: bytes, headers: Mapping[str, str]
-    ) -> AsyncIterator[httpx2.Response]:
+    ) -> AsyncIterator[Answer]:
         """The upstream's response, its head only: its body is read by whoever asked.
 
         Raises:
@@ -191,7 +203,7 @@ def _asked_wait_s(retry_after: str) -> float | None:
     return None
 
 
-async def body_of(upstream: Upstream, response: httpx2.Response) -> AsyncIterator[bytes]:
+async def body_of(upstream: Upstream, response: Answer) -> AsyncIterator[bytes]:
     """The answer's bytes as they come.
 
     Raises:

@@ -53,6 +53,7 @@ class Upstream:
         connect_timeout_s: to reach it.
         idle_timeout_s: the longest silence.
         max_retries: how often a request is sent again when it was refused before anything of it was done.
+        own_headers: it is an ostinato, too: headers that begin with ``x-ostinato-`` are passed on.
         max_wait_s: the longest wait before that; an upstream that asks for more is believed, and not asked.
     """
 
@@ -73,6 +74,7 @@ class Upstream:
     idle_timeout_s: float = 120.0
     max_retries: int = 2
     max_wait_s: float = 20.0
+    own_headers: bool = False
 
     def __post_init__(self) -> None:
         address = urlsplit(self.url)
