@@ -59,7 +59,7 @@ _TIMEOUT_S = 30.0
 @click.option("--answers-ttl", type=float, help="Seconds for which an answer is kept.")
 @click.option("--drain-timeout", type=float, help="Seconds for running requests at shutdown.")
 def route(workers: tuple[str, ...], **options: Any) -> None:
-    """Stand before WORKERS (addresses of ostinato serve or vLLM, one model) and send each request to one."""
+    """Stand before WORKERS (addresses of servers with one model) and send each request to one."""
     from .gateway import Fleet, FleetOptions, Upstream, create_gateway
     from .ports import SystemClock
     from .providers.rules import load_table
