@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 MAKEFLAGS += --no-print-directory
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: help setup run demo test check format docs bench bench-engine bench-fleet bench-assembly bench-matching bench-moving bench-observe bench-reuse bench-peers bench-prefix bench-serve bench-policies bench-responses bench-semantic bench-tiers bench-codecs bench-dashboard bench-retention bench-retention-oneshot bench-gateway bench-planner bench-weights soak soak-tier bench-tenants soak-sim screenshots lock clean
+.PHONY: help setup run demo test check format docs bench bench-engine bench-fleet bench-assembly bench-matching bench-moving bench-observe bench-reuse bench-peers bench-prefix bench-serve bench-policies bench-responses bench-semantic bench-tiers bench-codecs bench-dashboard bench-retention bench-retention-oneshot bench-gateway bench-planner bench-weights test-fleet soak soak-tier bench-tenants soak-sim screenshots lock clean
 
 help:  ## Show this
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  %-14s %s\n", $$1, $$2}'
@@ -72,6 +72,9 @@ bench-tenants: setup  ## What a tenant can tell of others by the clock; what quo
 
 soak: setup  ## Ten minutes of mixed traffic through an engine with a tier; is memory flat?
 	$(BIN)/python benchmarks/soak.py
+
+test-fleet: setup  ## A router before three real workers, one of them killed under load
+	OSTINATO_FLEET_TESTS=1 $(BIN)/python -m pytest -q tests/gateway/test_fleet.py
 
 bench-weights: setup  ## Linear layers in eight bits: speed, and what it does to answers
 	$(BIN)/python benchmarks/weights.py

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -42,6 +43,8 @@ class Worker:
 
 @pytest.fixture(scope="module")
 def workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Worker]]:
+    if not os.environ.get("OSTINATO_FLEET_TESTS"):
+        pytest.skip("three servers, and time that a busy machine does not have: make test-fleet")
     folder = save_tiny_chat_model(tmp_path_factory.mktemp("tiny"))
     command = [sys.executable, "-m", "ostinato", "serve", str(folder), "--port", "0", "--kv-cache", "8M"]
     started = [
